@@ -1,0 +1,100 @@
+"""The families that mlframe trains: one axis table each, and how their library builds, describes and saves them.
+
+A table is checked, not trusted: `levels` compares every tensor of every level with it (axes.check).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import timm
+from timm.models import VisionTransformer, save_for_hf
+from torch import nn
+
+from mlframe import flops
+from mlframe.axes import Architecture, Sizes
+
+
+def _build_vit(config: Mapping[str, Any]) -> nn.Module:
+    """timm.create_model(**config); `model_name` says which VisionTransformer, every other key overrides it."""
+    network = timm.create_model(**config)
+    if not isinstance(network, VisionTransformer):
+        raise ValueError(f"{config['model_name']} is a {type(network).__name__}, not a timm VisionTransformer")
+    return network
+
+
+def _vit_sizes(network: nn.Module) -> dict[str, int]:
+    assert isinstance(network, VisionTransformer)
+    block: Any = network.blocks[0]
+    patches: Any = network.patch_embed
+    return {
+        "layers": len(network.blocks),
+        "heads": block.attn.num_heads,
+        "head_dim": block.attn.head_dim,
+        "embed": network.embed_dim,
+        "mlp": block.mlp.fc1.out_features,
+        "classes": network.num_classes,
+        "patches": patches.num_patches,
+        "pixels": patches.proj.weight[0].numel(),
+        "pos": patches.num_patches + network.num_prefix_tokens,
+        "classifiers": 2 if hasattr(network, "head_dist") else 1,
+    }
+
+
+def _resized_vit(sizes: Sizes) -> dict[str, Any]:
+    return {
+        "depth": sizes["layers"],
+        "num_heads": sizes["heads"],
+        "embed_dim": sizes["embed"],
+        "mlp_ratio": sizes["mlp"] / sizes["embed"],
+    }
+
+
+def _save_vit(network: nn.Module, config: Mapping[str, Any], folder: Path, about: Mapping[str, Any]) -> None:
+    """timm's own form: model.safetensors, and config.json with the arguments, the preprocessing and the class names.
+
+    about: `label_names`, and `data_config` (input_size, mean, std, interpolation, crop_pct).
+    Loads with timm.create_model(model_name, checkpoint_path=FOLDER/model.safetensors, **model_args), and with
+    timm.create_model("local-dir:FOLDER", pretrained=True).
+    """
+    save_for_hf(
+        network,
+        str(folder),
+        model_config={"label_names": about["label_names"]},
+        model_args={key: value for key, value in config.items() if key != "model_name"},
+        safe_serialization=True,
+        data_config=about["data_config"],
+    )
+
+
+VIT = Architecture(
+    "vit",
+    tensors={
+        "{cls_token,dist_token,reg_token}": "_ _ embed",
+        "pos_embed": "_ pos embed",
+        "patch_embed.proj.weight": "embed <- _ _ _",
+        "patch_embed.proj.bias": "embed",
+        "{norm_pre,norm,fc_norm}.{weight,bias}": "embed",
+        "blocks.{layers}.norm{1,2}.{weight,bias}": "embed",
+        "blocks.{layers}.attn.qkv.weight": "(3 heads head_dim) <- embed",
+        "blocks.{layers}.attn.qkv.bias": "(3 heads head_dim)",
+        "blocks.{layers}.attn.{q,k}_norm.{weight,bias}": "head_dim",
+        "blocks.{layers}.attn.proj.weight": "+ embed <- (heads head_dim)",
+        "blocks.{layers}.attn.proj.bias": "+ embed",
+        "blocks.{layers}.ls{1,2}.gamma": "embed",
+        "blocks.{layers}.mlp.fc1.weight": "mlp <- embed",
+        "blocks.{layers}.mlp.fc1.bias": "mlp",
+        "blocks.{layers}.mlp.fc2.weight": "+ embed <- mlp",
+        "blocks.{layers}.mlp.fc2.bias": "+ embed",
+        "{head,head_dist}.weight": "classes <- embed",
+        "{head,head_dist}.bias": "classes",
+    },
+    build=_build_vit,
+    sizes=_vit_sizes,
+    resized=_resized_vit,
+    flops=flops.vit,
+    save=_save_vit,
+)
+"""timm's VisionTransformer: ViT, DeiT and distilled DeiT, with or without registers, LayerScale and qk-norm."""

@@ -1,0 +1,175 @@
+"""The operators of the V-cycle: coalesce, decoalesce, interpolate. Pure functions on state dicts.
+
+`resize` is the engine: one AxisMap for each axis that changes, applied to whatever tensor has that axis. For a linear
+layer "mlp <- embed", with M the map of an axis and M' its dual,
+
+    coalesce     W_small = M_mlp  W  M'_embed        [ a b ]      ->  [ (a + b + c + d) / 2 ]
+                                                     [ c d ]
+    decoalesce   W_large = M_mlp  W  M'_embed        [ w ]        ->  [ w/2 w/2 ]
+                                                                      [ w/2 w/2 ]
+Arithmetic is in float32 (float64 stays float64) whatever the dtype; integer and bool buffers are kept as they are.
+Source: Zou, Zhang, Deng, ICLR 2024, section 3.2 (coalescing, equations 4 to 7; de-coalescing; interpolation).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mlframe.axes import LAYERS, Architecture, Axes, Match, Sizes, State
+from mlframe.maps import AxisMap, NewLayers, Scheme, merge, merge_layers, split, split_layers
+
+
+def resize(state: State, architecture: Architecture, sizes: Sizes, maps: Mapping[str, AxisMap]) -> dict[str, Tensor]:
+    """Apply `maps` (axis name -> matrix) to every tensor of `state`, whose axes have the lengths `sizes`.
+
+    Raises ValueError where a name is not in the architecture's table, a layer is missing or a length does not fit.
+    """
+    layers = maps.get(LAYERS)
+    out: dict[str, Tensor] = {}
+    blocks: dict[str, dict[int, str]] = defaultdict(dict)
+    matches = architecture.match(state)
+    for name, match in matches.items():
+        if match.layer is None or layers is None:
+            out[name] = _resized(name, state[name], match.axes, sizes, maps)
+        else:
+            blocks[match.pattern][match.layer] = name
+    if layers is not None:
+        for pattern, names in blocks.items():
+            if sorted(names) != list(range(layers.src)):
+                raise ValueError(f"{pattern}: layers {sorted(names)} instead of 0 to {layers.src - 1}")
+            out |= _resized_layers(state, [names[i] for i in range(layers.src)], matches[names[0]], sizes, maps, layers)
+    return _finished(out, state, architecture)
+
+
+def _resized(name: str, x: Tensor, axes: Axes, sizes: Sizes, maps: Mapping[str, AxisMap]) -> Tensor:
+    """`x` with every axis that has a map resized, in float32 at least; may share memory with `x`."""
+    if not x.is_floating_point():
+        return x
+    y = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(axes.unfused(x.shape, sizes))
+    todo = [(dim, maps[a.name], a.reads) for dim, a in enumerate(axes.factors) if a.name in maps]
+    # Rows are cheap to add and to copy, columns are not: shrink rows first, grow them last.
+    todo.sort(key=lambda step: step[0] if step[1].dst <= step[1].src else y.ndim - step[0])
+    for dim, axis_map, reads in todo:
+        try:
+            y = axis_map.apply(y, dim, reads)
+        except ValueError as error:
+            raise ValueError(f"{name} ({axes.text}): {error}") from error
+    return y.reshape(_fused(y.shape, axes))
+
+
+def _fused(shape: torch.Size, axes: Axes) -> list[int]:
+    lengths, start = [], 0
+    for dim in axes.dims:
+        lengths.append(shape[start : start + len(dim)].numel())
+        start += len(dim)
+    return lengths
+
+
+def _resized_layers(
+    state: State, names: list[str], match: Match, sizes: Sizes, maps: Mapping[str, AxisMap], layers: AxisMap
+) -> dict[str, Tensor]:
+    """One tensor of all layers. Shrinking mixes layers first, growing last, so that each weight is touched once."""
+    shrinks = layers.dst <= layers.src
+    tensors = [state[name] for name in names]
+    if not shrinks:
+        tensors = [_resized(name, x, match.axes, sizes, maps) for name, x in zip(names, tensors, strict=True)]
+    weights = layers.read if match.axes.residual else layers.write
+    out: dict[str, Tensor] = {}
+    for i, (row, shares) in enumerate(zip(layers.index.tolist(), weights.tolist(), strict=True)):
+        name = match.name(i)
+        mixed = _mixed([tensors[j] for j in row], shares)
+        out[name] = _resized(name, mixed, match.axes, sizes, maps) if shrinks else mixed
+    return out
+
+
+def _mixed(tensors: list[Tensor], weights: list[float]) -> Tensor:
+    """The weighted sum, in float32 at least; the first tensor itself where nothing is to be computed."""
+    first = tensors[0]
+    if not first.is_floating_point() or (weights[0] == 1 and not any(weights[1:])):
+        return first
+    total = first.to(torch.promote_types(first.dtype, torch.float32)) * weights[0]
+    for x, weight in zip(tensors[1:], weights[1:], strict=True):
+        if weight:
+            total.add_(x, alpha=weight)
+    return total
+
+
+def _finished(out: dict[str, Tensor], state: State, architecture: Architecture) -> dict[str, Tensor]:
+    """Contiguous, in the dtype that the same tensor of another layer has in `state`, and sharing no memory."""
+    dtypes = {match.pattern: state[name].dtype for name, match in architecture.match(state).items()}
+    patterns = {name: match.pattern for name, match in architecture.match(out).items()}
+    taken = {x.untyped_storage().data_ptr() for x in state.values()}
+    for name, x in out.items():
+        y = x.to(dtypes[patterns[name]]).contiguous()
+        if y.untyped_storage().data_ptr() in taken:
+            y = y.clone()
+        taken.add(y.untyped_storage().data_ptr())
+        out[name] = y
+    return out
+
+
+def coalesce(
+    state: State, architecture: Architecture, sizes: Sizes, scheme: Scheme, new_layers: NewLayers = "copy"
+) -> dict[str, Tensor]:
+    """The smaller network: the entries of each group of `scheme` become one. `sizes` are those of `state`.
+
+    Writers are averaged and readers summed; layers are averaged, and unless `new_layers` is "copy" (the paper) what
+    they add to the residual stream is summed.
+    """
+    maps = {a: merge_layers(g, new_layers) if a == LAYERS else merge(g) for a, g in scheme.items()}
+    return resize(state, architecture, sizes, maps)
+
+
+def decoalesce(
+    state: State,
+    architecture: Architecture,
+    sizes: Sizes,
+    scheme: Scheme,
+    new_layers: NewLayers = "copy",
+    split_noise: float = 0.0,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """The larger network: each entry becomes its group of `scheme`. `sizes` are those of `state` (the smaller one).
+
+    The inverse on the right: coalesce(decoalesce(x)) == x with the same scheme and `new_layers`. In width the network
+    computes the same function, for any `split_noise`; in depth it does when `new_layers` is "identity".
+    """
+    maps = {
+        axis: split_layers(groups, new_layers) if axis == LAYERS else split(groups, split_noise, seed + i)
+        for i, (axis, groups) in enumerate(sorted(scheme.items()))
+    }
+    return resize(state, architecture, sizes, maps)
+
+
+def interpolate(large: State, grown: State, alpha: float) -> dict[str, Tensor]:
+    """(1 - alpha) * large + alpha * grown, in float32 at least; what is not floating point comes from `large`.
+
+    alpha 0 is exactly `large` and 1 exactly `grown`. Raises ValueError where names or shapes differ.
+    """
+    _same(large, grown)
+    out: dict[str, Tensor] = {}
+    for name, a in large.items():
+        b = grown[name]
+        if not a.is_floating_point() or alpha == 0:
+            out[name] = a.clone()
+        elif alpha == 1:
+            out[name] = b.to(a.dtype, copy=True)
+        else:
+            wide = torch.promote_types(a.dtype, torch.float32)
+            out[name] = torch.lerp(a.to(wide), b.to(wide), alpha).to(a.dtype)
+    return out
+
+
+def _same(large: State, grown: State) -> None:
+    missing, extra = sorted(large.keys() - grown.keys()), sorted(grown.keys() - large.keys())
+    shapes = [
+        f"{name} {tuple(large[name].shape)} and {tuple(grown[name].shape)}"
+        for name in large
+        if name in grown and large[name].shape != grown[name].shape
+    ]
+    if missing or extra or shapes:
+        raise ValueError(f"cannot interpolate: missing {missing}, extra {extra}, shapes {shapes}")
