@@ -1,0 +1,172 @@
+"""VCycleLoop: a whole plan inside one Trainer.fit.
+
+The loops only decide *when* a phase ends: before a batch is fetched. What then happens is `transition`, which knows
+nothing of loops. Steps, data stream, loggers and callbacks go on across phases, as this is one fit.
+
+All use of Lightning's private API is in this file; tests/test_lightning_private.py names what a new version moved.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.call import _call_configure_model
+
+from mlframe.errors import ConfigError
+from mlframe.module import LevelModule
+from mlframe.transition import transition
+
+
+class VCycleLoop(_FitLoop):
+    """Runs `module.plan`. `phase_start` is the optimizer step at which the current phase began."""
+
+    def __init__(self, trainer: pl.Trainer, module: LevelModule) -> None:
+        stock = trainer.fit_loop
+        super().__init__(trainer, min_epochs=stock.min_epochs, max_epochs=stock.max_epochs)
+        self.plan = module.plan
+        self.epoch_loop = _EpochLoop(trainer, min_steps=stock.min_steps, max_steps=self.plan.steps)
+
+    @classmethod
+    def attach(cls, trainer: pl.Trainer, module: LevelModule) -> VCycleLoop:
+        """Give the trainer this loop, before `trainer.fit(module)`. Refuses what cannot follow a changing network."""
+        _refuse(trainer)
+        loop = cls(trainer, module)
+        trainer.fit_loop = loop
+        trainer.callbacks.insert(0, StepSeed(module.seed))
+        for callback in trainer.callbacks:
+            if isinstance(callback, (EarlyStopping, ModelCheckpoint)) and callback.monitor is not None:
+                _rank_in_last_phase(callback, module)
+        if trainer.fast_dev_run:
+            trainer.limit_train_batches = module.plan.steps * trainer.accumulate_grad_batches
+        return loop
+
+    @property
+    def module(self) -> LevelModule:
+        module = self.trainer.lightning_module
+        assert isinstance(module, LevelModule)
+        return module
+
+    @property
+    def phase_step(self) -> int:
+        """Optimizer steps done in the current phase."""
+        return self.epoch_loop.global_step - self.plan.start(self.module.phase_index)
+
+    def finish_phases(self) -> None:
+        """Move on while the current phase has all its steps and another one follows."""
+        module = self.module
+        while module.phase_index + 1 < len(self.plan.phases) and self.phase_step >= module.phase.steps:
+            with self.trainer.profiler.profile("transition"):
+                transition(self.trainer, module, lambda: _call_configure_model(self.trainer))
+
+    def on_run_end(self) -> None:
+        # A last phase of no steps is still a transition.
+        if self.epoch_loop.global_step >= self.plan.steps:
+            self.finish_phases()
+        super().on_run_end()
+
+    def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
+        between_epochs = state_dict.get("epoch_loop.batch_progress", {}).get("is_last_batch", False)
+        super().load_state_dict(_start_of_next_epoch(state_dict) if between_epochs else state_dict, prefix)
+        if between_epochs:
+            self.epoch_loop.restarting = False
+
+
+class _EpochLoop(_TrainingEpochLoop):
+    def advance(self, data_fetcher: Any) -> None:
+        # Before the fetch, not after the step: so the last step's checkpoint and validation see the network that was
+        # trained, and a resume from it still switches. A resume may first owe the rest of a validation.
+        owes_validation = self.val_loop.restarted_mid_evaluation or self.restarted_on_last
+        if not (self.restarting and self._should_check_val_fx(data_fetcher) and owes_validation):
+            assert isinstance(self.trainer.fit_loop, VCycleLoop)
+            self.trainer.fit_loop.finish_phases()
+        super().advance(data_fetcher)
+
+
+class StepSeed(pl.Callback):
+    """The noise of a micro-batch (dropout, drop path, mixup) depends on (seed, its number, rank) and on nothing else.
+
+    So nothing that validation, a loader or a transition draws can shift it, and a resume needs no RNG state, which
+    Lightning does not save. Runs after the fetch: a loader's first fetch draws a seed from the global generator.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        seed = (self.seed * 1_000_003 + trainer.fit_loop.total_batch_idx) * 65_537 + trainer.global_rank
+        torch.default_generator.manual_seed(seed % 2**63)  # torch.manual_seed walks all back ends: 0.2 ms
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(seed % 2**63)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+
+
+def _refuse(trainer: pl.Trainer) -> None:
+    for callback in trainer.callbacks:
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            raise ConfigError(
+                f"{type(callback).__name__} averages the weights of one network over all steps, "
+                "but the network changes size between phases; take it out of `callbacks`"
+            )
+    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+        raise ConfigError(
+            f"{type(trainer.strategy).__name__} is not supported: the network changes size between phases; "
+            "use trainer.strategy=auto or ddp"
+        )
+
+
+def _rank_in_last_phase(callback: EarlyStopping | ModelCheckpoint, module: LevelModule) -> None:
+    """Levels are not comparable, so what monitors a metric sleeps until the last phase."""
+    for name in ("on_train_batch_end", "on_train_epoch_end", "on_validation_end"):
+        hook = getattr(callback, name)
+
+        def awake(*args: Any, _hook: Any = hook, **kwargs: Any) -> None:
+            if module.phase_index == len(module.plan.phases) - 1:
+                _hook(*args, **kwargs)
+
+        setattr(callback, name, awake)
+
+
+def _start_of_next_epoch(state: dict[str, Any]) -> dict[str, Any]:
+    """The loop state of a checkpoint written at the last batch of an epoch, rewritten as "between two epochs".
+
+    Lightning 2.6 restores an exhausted loader there, or counts the epoch twice, and skips a whole epoch of data.
+    """
+    state = copy.deepcopy(state)
+    state["state_dict"].pop("combined_loader", None)
+    epoch = state["epoch_progress"]
+    epoch["total"] = dict.fromkeys(epoch["total"], epoch["total"]["started"])
+    epoch["current"] = dict.fromkeys(epoch["current"], epoch["current"]["started"])
+    for key, value in state.items():
+        if (
+            key.startswith("epoch_loop.")
+            and not key.startswith("epoch_loop.val_loop.")
+            and not key.endswith("state_dict")
+        ):
+            _close(value)
+    state["epoch_loop.batch_progress"]["is_last_batch"] = False
+    steps = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
+    state["epoch_loop.state_dict"]["_batches_that_stepped"] = steps
+    return state
+
+
+def _close(progress: dict[str, Any]) -> None:
+    """Progress counters: everything begun is completed, and nothing is under way."""
+    if "total" in progress and "current" in progress:
+        done = max(progress["total"].get("processed", 0), progress["total"]["completed"])
+        progress["total"] = dict.fromkeys(progress["total"], done)
+        progress["current"] = dict.fromkeys(progress["current"], 0)
+        return
+    for value in progress.values():
+        if isinstance(value, dict):
+            _close(value)

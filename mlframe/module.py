@@ -1,0 +1,141 @@
+"""The LightningModule around the current level's network, and the tasks: image classification."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from timm.data import Mixup
+from timm.optim import param_groups_weight_decay
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from mlframe.levels import Level
+from mlframe.plan import Phase, Plan
+from mlframe.schedule import Schedule
+
+
+class LevelModule(pl.LightningModule):
+    """Holds the network of the current phase's level as `network`, and the weights of larger ones in `parked`.
+
+    optimizer: parameter groups -> optimizer, with its peak rate; `schedule` multiplies that. Norms, biases, tokens and
+    whatever the network's `no_weight_decay()` names are not decayed.
+    A subclass is a task: `training_step`, `validation_step`, `test_step`, and what a batch counts as (`unit`,
+    `amount`).
+    """
+
+    unit = "samples"
+
+    def __init__(
+        self,
+        plan: Plan,
+        optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        schedule: Schedule,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.plan, self.seed = plan, seed
+        self._make_optimizer, self._schedule = optimizer, schedule
+        self.phase_index = 0
+        self.network: nn.Module | None = None
+        # Plain CPU tensors, not submodules: DDP would broadcast them, the optimizer and the summary would count them.
+        self.parked: dict[str, dict[str, Tensor]] = {}
+
+    @property
+    def phase(self) -> Phase:
+        return self.plan.phases[self.phase_index]
+
+    @property
+    def level(self) -> Level:
+        return self.plan.levels[self.phase.level]
+
+    def amount(self, batch: Any) -> int:
+        """How many samples a batch holds."""
+        return len(batch[0])
+
+    def configure_model(self) -> None:
+        """Build the network, where there is none. Its init depends on the seed and the level only."""
+        if self.network is None:
+            with torch.random.fork_rng():
+                torch.manual_seed(self.seed + 1_000 * self.phase.level)
+                self.network = self.level.build()
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        assert self.network is not None
+        kept: set[str] = getattr(self.network, "no_weight_decay", set)()
+        groups = param_groups_weight_decay(self.network, no_weight_decay_list=kept)
+        for group in groups:
+            if group["weight_decay"]:
+                del group["weight_decay"]  # timm's default; these take the optimizer's own
+        optimizer = self._make_optimizer(groups)
+        start = self.plan.start(self.phase_index)
+        scheduler = LambdaLR(optimizer, lambda step: self._schedule.factor(self.plan, start + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def log_rate(self) -> None:
+        self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["vcycle"] = {"phase": self.phase_index, "parked": self.parked}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Rebuild the checkpoint's level; this is the last hook before Lightning loads the weights into it."""
+        state = checkpoint["vcycle"]
+        self.parked = state["parked"]
+        if state["phase"] != self.phase_index:
+            self.phase_index, self.network = state["phase"], None
+        self.configure_model()
+
+
+class ImageClassification(LevelModule):
+    """Cross-entropy on images, with timm's mixup and cutmix. Batches are (images [B, C, H, W], labels [B]).
+
+    mixup: the arguments of timm.data.Mixup; empty or None trains on the images as they are.
+    """
+
+    unit = "images"
+
+    def __init__(
+        self, *args: Any, label_smoothing: float = 0.1, mixup: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        classes = self.plan.levels[0].sizes["classes"]
+        self.label_smoothing = label_smoothing
+        self.mixup = Mixup(**mixup, label_smoothing=label_smoothing, num_classes=classes) if mixup else None
+        self.losses = nn.ModuleDict({stage: MeanMetric() for stage in ("val", "test")})
+        self.accuracies = nn.ModuleDict(
+            {stage: MulticlassAccuracy(classes, average="micro") for stage in ("val", "test")}
+        )
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        assert self.network is not None
+        if self.mixup is not None:
+            images, targets = self.mixup(images, labels)  # labels smoothed and mixed: [B, classes]
+            loss = functional.cross_entropy(self.network(images), targets)
+        else:
+            loss = functional.cross_entropy(self.network(images), labels, label_smoothing=self.label_smoothing)
+        self.log("train/loss", loss.detach(), prog_bar=True)
+        self.log_rate()
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._evaluate("test", batch)
+
+    def _evaluate(self, stage: str, batch: tuple[Tensor, Tensor]) -> None:
+        images, labels = batch
+        assert self.network is not None
+        logits = self.network(images)
+        loss, accuracy = self.losses[stage], self.accuracies[stage]
+        loss(functional.cross_entropy(logits, labels, reduction="none"))
+        accuracy(logits, labels)
+        self.log_dict({f"{stage}/loss": loss, f"{stage}/acc": accuracy}, on_step=False, on_epoch=True)
