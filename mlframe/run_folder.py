@@ -1,0 +1,85 @@
+"""What a run leaves in its folder.
+
+config.yaml      the composed configuration, resolved
+plan.json        the phases, with sizes and FLOPs
+metrics.csv      every logged row (mlframe.rows)
+checkpoints/     last.ckpt, where a resume goes on, and best.ckpt of the last phase
+final/           the trained network in the form of its own library
+results.json     written last: the run is finished
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from mlframe.errors import ConfigError
+from mlframe.plan import Plan
+
+_FREE = ("resume", "run_dir", "data_dir")
+"""Keys that may differ when a run goes on: they do not change what is computed."""
+
+
+def write_config(folder: Path, config: DictConfig) -> None:
+    """Save the resolved configuration. Raises ConfigError where the folder holds a run of another one."""
+    new = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(new, dict)
+    path = folder / "config.yaml"
+    if path.exists() and config.resume == "auto":
+        old = OmegaConf.to_container(OmegaConf.load(path))
+        assert isinstance(old, dict)
+        differing = _differing({k: v for k, v in old.items() if k not in _FREE}, new)
+        if differing:
+            raise ConfigError(
+                f"{folder} holds a run with another configuration ({'; '.join(differing)}): "
+                "name this one differently (name=...) or begin the folder again (resume=never)"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(path, OmegaConf.to_yaml(OmegaConf.create(new)))
+
+
+def _differing(old: Any, new: Any, prefix: str = "") -> list[str]:
+    """The keys below which two configurations differ, of those that the old one has."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [line for key in old for line in _differing(old[key], new.get(key), f"{prefix}{key}.")]
+    return [] if old == new else [f"{prefix[:-1]} was {old}, is {new}"]
+
+
+def write_plan(folder: Path, plan: Plan, samples_per_step: int) -> None:
+    phases = []
+    for phase in plan.phases:
+        level = plan.levels[phase.level]
+        phases.append(
+            {
+                "name": phase.name, "level": phase.level, "steps": phase.steps, "alpha": phase.alpha,
+                "sizes": dict(level.sizes), "parameters": level.parameters, "flops_per_sample": level.flops,
+                "flops": phase.steps * samples_per_step * level.flops,
+                "merged_from_above": {axis: [list(group) for group in groups] for axis, groups in level.scheme.items()},
+            }
+        )  # fmt: skip
+    whole = {
+        "steps": plan.steps, "samples_per_step": samples_per_step, "flops": plan.flops(samples_per_step),
+        "scratch_flops": plan.scratch_flops(samples_per_step), "new_layers": plan.new_layers,
+        "split_noise": plan.split_noise, "phases": phases,
+    }  # fmt: skip
+    _write(folder / "plan.json", json.dumps(whole, indent=1))
+
+
+def write_results(folder: Path, results: dict[str, Any]) -> None:
+    _write(folder / "results.json", json.dumps(results, indent=1))
+
+
+def read_results(folder: Path) -> dict[str, Any] | None:
+    """The results of a finished run, or None."""
+    path = folder / "results.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _write(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.part")
+    beside.write_text(text)
+    os.replace(beside, path)

@@ -1,0 +1,210 @@
+"""`mlframe-train`: the Hydra entry point. From config to levels, plan, loop and results."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hydra
+import lightning.pytorch as pl
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
+from hydra.types import RunMode
+from hydra.utils import get_object, instantiate
+from lightning.pytorch.callbacks import Timer
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from mlframe import run_folder
+from mlframe.checkpoint import AtomicCheckpointIO
+from mlframe.errors import ConfigError
+from mlframe.ledger import Ledger
+from mlframe.levels import make_levels
+from mlframe.loop import VCycleLoop
+from mlframe.module import LevelModule
+from mlframe.plan import Plan, describe
+from mlframe.rows import Rows
+
+_PACKAGED = Path(__file__).parent / "conf"
+CONF = _PACKAGED if _PACKAGED.exists() else Path(__file__).parents[1] / "conf"
+console = Console(highlight=False, soft_wrap=True)
+
+
+def run_name(overrides: str) -> str:
+    """A folder name for Hydra's override_dirname: readable, safe, and unlike any other's."""
+    name = re.sub(r"[^\w.,=+\[\]-]+", "_", overrides).strip("_")
+    if len(name) > 120 or name != overrides:
+        name = f"{name[:120]}-{hashlib.sha256(overrides.encode()).hexdigest()[:8]}" if overrides else "default"
+    return name or "default"
+
+
+OmegaConf.register_new_resolver("run_name", run_name, replace=True)
+
+
+@contextmanager
+def one_line() -> Iterator[None]:
+    """Whatever is wrong with what was asked for becomes a ConfigError of one line."""
+    try:
+        yield
+    except InstantiationException as error:
+        cause = error.__cause__ or error
+        raise ConfigError(
+            f"{error.full_key}: {_flat(cause)}" if hasattr(error, "full_key") else _flat(cause)
+        ) from error
+    except (ValueError, TypeError, KeyError, OSError, AssertionError) as error:
+        raise ConfigError(_flat(error)) from error
+
+
+def _flat(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def train(config: DictConfig) -> dict[str, Any]:
+    """One run: everything that can be wrong is found before the first step. Returns the results (results.json)."""
+    folder = Path(config.run_dir)
+    if config.resume == "auto" and (results := run_folder.read_results(folder)):
+        console.print(f"This run is finished; to repeat it, add resume=never or remove {folder}")
+        report(folder, results)
+        return results
+    with one_line():
+        pl.seed_everything(config.seed, workers=True, verbose=False)
+        plan, data, module = build(config)
+        trainer = build_trainer(config, plan)
+        VCycleLoop.attach(trainer, module)
+        samples = config.data.batch_size * trainer.accumulate_grad_batches * trainer.world_size
+        data.setup("fit")
+        if not trainer.fast_dev_run:
+            run_folder.write_config(folder, config)
+            run_folder.write_plan(folder, plan, samples)
+            for logger in trainer.loggers:
+                logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
+    console.print(describe(plan, samples))
+    if trainer.fast_dev_run:
+        trainer.fit(module, datamodule=data)
+        console.print(f"fast_dev_run: all {len(plan.phases)} phases ran; nothing was written")
+        return {}
+    last = folder / "checkpoints" / "last.ckpt"
+    go_on = config.resume == "auto" and last.exists()
+    if go_on:
+        console.print(f"Going on from {last}")
+    trainer.fit(module, datamodule=data, ckpt_path=last if go_on else None)
+    return finish(config, trainer, module, data, samples)
+
+
+def build(config: DictConfig) -> tuple[Plan, Any, LevelModule]:
+    """The plan, the data module and the LightningModule that a configuration describes."""
+    model = OmegaConf.to_container(config.model, resolve=True)
+    assert isinstance(model, dict)
+    levels = make_levels(get_object(model["architecture"]), model["config"], **_plain(config.levels))
+    plan = instantiate(config.plan)(levels=levels)
+    if config.trainer.fast_dev_run:
+        plan = plan.shortened(int(config.trainer.fast_dev_run))
+    data = instantiate(config.data)
+    schedule = instantiate(config.schedule)
+    module = instantiate(config.model.task)(
+        plan=plan, optimizer=instantiate(config.optimizer, _convert_="all"), schedule=schedule, seed=config.seed
+    )
+    return plan, data, module
+
+
+def build_trainer(config: DictConfig, plan: Plan) -> pl.Trainer:
+    callbacks = [instantiate(callback) for callback in config.callbacks.values() if callback]
+    loggers = [] if config.trainer.fast_dev_run else [Rows(config.run_dir), *map(instantiate, config.logger.values())]
+    return instantiate(
+        config.trainer,
+        callbacks=[Ledger(), *callbacks],
+        logger=loggers,
+        plugins=[AtomicCheckpointIO()],
+        max_epochs=-1,
+        max_steps=plan.steps,
+        default_root_dir=config.run_dir,
+        use_distributed_sampler=False,  # the data module splits over processes itself
+        enable_model_summary=False,  # the plan lists every level
+        _convert_="all",
+    )
+
+
+def finish(config: DictConfig, trainer: pl.Trainer, module: LevelModule, data: Any, samples: int) -> dict[str, Any]:
+    """Evaluate the trained network, save it, and say what it can do and what it cost."""
+    folder, plan = Path(config.run_dir), module.plan
+    if _stopped_short(trainer, module):
+        console.print(
+            f"Stopped in phase {module.phase_index + 1}/{len(plan.phases)}, step {trainer.global_step:,} of "
+            f"{plan.steps:,}; the same command goes on from there"
+        )
+        return {}
+    ledger = next(callback for callback in trainer.callbacks if isinstance(callback, Ledger))
+    results: dict[str, Any] = {}
+    for evaluate in (trainer.validate, trainer.test):
+        for metrics in evaluate(module, datamodule=data, verbose=False):
+            results |= metrics
+    results |= {
+        "steps": trainer.global_step,
+        module.unit: ledger.samples,
+        "total_flops": ledger.total_flops,
+        "share_of_scratch": ledger.total_flops / plan.scratch_flops(samples),
+        "wall_time": ledger.wall_time,
+        "parameters": module.level.parameters,
+    }
+    if trainer.is_global_zero:
+        level = module.level
+        assert module.network is not None
+        level.architecture.save(module.network.cpu(), level.config, folder / "final", data.about())
+        run_folder.write_results(folder, results)
+        report(folder, results)
+    return results
+
+
+def _stopped_short(trainer: pl.Trainer, module: LevelModule) -> bool:
+    """Out of time, or stopped before the last phase; early stopping in the last phase is an end."""
+    if trainer.global_step >= module.plan.steps:
+        return False
+    out_of_time = any(isinstance(c, Timer) and (c.time_remaining() or 0) <= 0 for c in trainer.callbacks)
+    return out_of_time or module.phase_index < len(module.plan.phases) - 1
+
+
+def report(folder: Path, results: dict[str, Any]) -> None:
+    """The last lines of a run."""
+    test = ", ".join(f"{k.removeprefix('test/')} {v:.4f}" for k, v in results.items() if k.startswith("test/"))
+    minutes, seconds = divmod(round(results["wall_time"]), 60)
+    console.print(f"test: {test}")
+    console.print(
+        f"cost: {results['total_flops']:.4g} FLOPs, {results['share_of_scratch']:.0%} of as many steps at full size; "
+        f"{minutes} min {seconds} s of training"
+    )
+    console.print(f"in {folder}: final/ (the network), metrics.csv, plan.json, config.yaml, checkpoints/, results.json")
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    plain = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
+def _hydra_main(config: DictConfig) -> None:
+    try:
+        train(config)
+    except ConfigError as error:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            raise
+        logging.getLogger("mlframe").debug("", exc_info=True)
+        sys.exit(f"mlframe-train: {error}")
+
+
+def main() -> None:
+    """The console script `mlframe-train`."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # it announces absent GPUs and its own products
+    warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`")  # Lightning's own call of torch
+    _hydra_main()
+
+
+if __name__ == "__main__":
+    main()
