@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from rich import box
 from rich.table import Table
@@ -47,6 +47,10 @@ class Plan:
             raise ConfigError(
                 f"plan: steps {[phase.steps for phase in self.phases]} of the phases; none may be negative"
             )
+        if self.new_layers not in get_args(NewLayers):
+            raise ConfigError(f"plan.new_layers={self.new_layers}: one of {', '.join(get_args(NewLayers))}")
+        if not 0 <= self.split_noise <= 1:
+            raise ConfigError(f"plan.split_noise={self.split_noise}: between 0 (even shares) and 1")
         if self.steps < 1:
             raise ConfigError("plan: no optimizer step in any phase; give steps=1 or more")
 

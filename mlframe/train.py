@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import Timer
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from mlframe import run_folder
+from mlframe import run_folder, wandb_logger
 from mlframe.checkpoint import AtomicCheckpointIO
 from mlframe.errors import ConfigError
 from mlframe.ledger import Ledger
@@ -58,7 +58,7 @@ def one_line() -> Iterator[None]:
         raise ConfigError(
             f"{error.full_key}: {_flat(cause)}" if hasattr(error, "full_key") else _flat(cause)
         ) from error
-    except (ValueError, TypeError, KeyError, OSError, AssertionError) as error:
+    except (ValueError, TypeError, KeyError, ImportError, OSError, AssertionError) as error:
         raise ConfigError(_flat(error)) from error
 
 
@@ -69,6 +69,8 @@ def _flat(error: BaseException) -> str:
 def train(config: DictConfig) -> dict[str, Any]:
     """One run: everything that can be wrong is found before the first step. Returns the results (results.json)."""
     folder = Path(config.run_dir)
+    if config.resume not in ("auto", "never"):
+        raise ConfigError(f"resume={config.resume}: auto goes on with an unfinished run, never begins again")
     if config.resume == "auto" and (results := run_folder.read_results(folder)):
         console.print(f"This run is finished; to repeat it, add resume=never or remove {folder}")
         report(folder, results)
@@ -80,6 +82,7 @@ def train(config: DictConfig) -> dict[str, Any]:
         VCycleLoop.attach(trainer, module)
         samples = config.data.batch_size * trainer.accumulate_grad_batches * trainer.world_size
         data.setup("fit")
+        data.train_dataloader()  # what it refuses, it refuses here
         if not trainer.fast_dev_run:
             run_folder.write_config(folder, config)
             run_folder.write_plan(folder, plan, samples)
@@ -190,13 +193,17 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def _hydra_main(config: DictConfig) -> None:
+    failed = True
     try:
         train(config)
+        failed = False
     except ConfigError as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise
         logging.getLogger("mlframe").debug("", exc_info=True)
         sys.exit(f"mlframe-train: {error}")
+    finally:
+        wandb_logger.finish(failed)
 
 
 def main() -> None:

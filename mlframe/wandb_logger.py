@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any, Literal
 
 from lightning.pytorch.loggers import WandbLogger
@@ -33,6 +34,7 @@ def wandb_logger(mode: Mode = "auto", **kwargs: Any) -> WandbLogger:
     mode = "online" if has_key else "offline" if mode == "auto" else mode
     logger = WandbLogger(offline=mode in ("offline", "dryrun"), **kwargs)
     logger._wandb_init.update(mode=mode, settings=wandb.Settings(silent=True))
+    logger._wandb_init.pop("anonymous", None)  # Lightning passes it, W&B warns that it is gone
     _use_flops_axis(logger)
     return logger
 
@@ -43,3 +45,9 @@ def _use_flops_axis(logger: WandbLogger) -> None:
     run.define_metric("total_flops")
     for group in ("train/*", "val/*", "test/*"):
         run.define_metric(group, step_metric="total_flops", step_sync=True)
+
+
+def finish(failed: bool) -> None:
+    """Close the run, if there is one, so that the next of this process is a run of its own."""
+    if (wandb := sys.modules.get("wandb")) is not None and wandb.run is not None:
+        wandb.finish(exit_code=int(failed))

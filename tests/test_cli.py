@@ -1,0 +1,166 @@
+"""`mlframe-train` as a user runs it, on 200 small images (cases A9 and A10)."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import yaml
+
+ROOT = Path(__file__).parents[1]
+GUARD = """
+import socket
+
+def refuse(self, address, connect=socket.socket.connect):
+    if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+        open("connections.txt", "a").write(repr(address))
+        raise OSError(f"connection tried: {address}")
+    return connect(self, address)
+
+socket.socket.connect = refuse
+"""
+
+
+class Box:
+    """A fresh machine: an empty home, no key, no terminal, no network beyond itself."""
+
+    def __init__(self, folder: Path, images: Path) -> None:
+        self.folder, self.images = folder / "cwd", images
+        self.path = [str(folder / "guard"), str(ROOT)]
+        for name in ("cwd", "home", "guard"):
+            (folder / name).mkdir()
+        (folder / "guard" / "sitecustomize.py").write_text(GUARD)
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "HYDRA", "MLFRAME", "PYTHON"))}
+        self.env = {**kept, "HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        self.env |= {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"}
+
+    def run(self, *arguments: str, command: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*(command or [sys.executable, "-m", "mlframe.train"]), *arguments], cwd=self.folder, text=True,
+            timeout=240, env={**self.env, "PYTHONPATH": os.pathsep.join(self.path)}, stdin=subprocess.DEVNULL,
+            capture_output=True,
+        )  # fmt: skip
+
+    def smoke(self, *overrides: str) -> list[str]:
+        """The default experiment on the 200 images, in 16 steps."""
+        return [
+            "experiment=deit_fashion", "data=image_folder", f"data.source.folder={self.images}", "data.workers=0",
+            "data.batch_size=16", "steps=16", "trainer.val_check_interval=5", "trainer.log_every_n_steps=1", *overrides,
+        ]  # fmt: skip
+
+
+@pytest.fixture
+def box(tmp_path: Path, image_set: Path) -> Box:
+    return Box(tmp_path, image_set)
+
+
+def test_a_run_on_a_fresh_machine_end_to_end(box: Box) -> None:
+    done = box.run(*box.smoke("name=smoke"))
+    assert done.returncode == 0, done.stderr + done.stdout
+    said = done.stdout + done.stderr
+    assert not (box.folder / "connections.txt").exists(), (box.folder / "connections.txt").read_text()
+    assert not any(prompt in said for prompt in ("Enter your choice", "api key", "wandb: (1)", "Traceback"))
+    run = next((box.folder / "runs" / "smoke").iterdir())
+    results = json.loads((run / "results.json").read_text())
+
+    # The last lines say how accurate it is, what it cost and where things lie.
+    last = done.stdout.strip().splitlines()[-3:]
+    assert f"acc {results['test/acc']:.4f}" in last[0]
+    assert f"{results['total_flops']:.4g} FLOPs" in last[1]
+    assert run.name in last[2]
+    for phase in ("phase 1/3 down 0 (level 0)", "phase 2/3 small (level 1)", "phase 3/3 up 0 (level 0)"):
+        assert phase in said
+
+    config = (run / "config.yaml").read_text()
+    assert "${" not in config
+    assert yaml.safe_load(config)["data"]["batch_size"] == 16
+    plan = json.loads((run / "plan.json").read_text())
+    assert [phase["steps"] for phase in plan["phases"]] == [1, 8, 7]
+    assert plan["flops"] == results["total_flops"]
+    with (run / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    flops = [int(row["total_flops"]) for row in rows]
+    assert flops == sorted(flops)
+    assert flops[-1] == plan["flops"]
+    assert len([row for row in rows if row["train/loss"]]) == 16
+    assert all(row["images"] and row["wall_time"] for row in rows)
+    assert [row["test/acc"] for row in rows if row["test/acc"]] == [str(results["test/acc"])]
+    assert torch.load(run / "checkpoints" / "best.ckpt")["vcycle"]["phase"] == 2
+    assert list((run / "wandb").glob("offline-run-*")), "W&B is on, offline"
+
+    saved = json.loads((run / "final" / "config.json").read_text())
+    weights = str(run / "final" / "model.safetensors")
+    network = timm.create_model(saved["architecture"], checkpoint_path=weights, **saved["model_args"])
+    assert sum(p.numel() for p in network.parameters()) == results["parameters"]
+    assert saved["label_names"][3] == "class_3"
+
+    again = box.run(*box.smoke("name=smoke"))
+    assert again.returncode == 0
+    assert "This run is finished" in again.stdout
+    assert again.stdout.strip().splitlines()[-3:] == last
+
+
+def test_online_without_a_key_fails_before_training_and_names_the_way_out(box: Box) -> None:
+    done = box.run(*box.smoke("logger.wandb.mode=online"))
+    assert done.returncode != 0
+    assert "WANDB_API_KEY" in done.stderr
+    assert "logger.wandb.mode=offline" in done.stderr
+    assert "phase 1/3" not in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_what_is_wrong_is_one_line_before_training(box: Box) -> None:
+    done = box.run(*box.smoke("model.config.num_heads=3", "logger=none"))
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert done.stderr.startswith("mlframe-train: ")
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not list(box.folder.rglob("metrics.csv"))
+
+
+def test_a_typo_is_rejected_and_named(box: Box) -> None:
+    done = box.run(*box.smoke("trainer.max_step=3"))
+    assert done.returncode != 0
+    assert "max_step" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_multirun_gives_each_job_a_folder(box: Box) -> None:
+    done = box.run("-m", *box.smoke("steps=2", "name=sweep", "logger=none", "seed=1,2"))
+    assert done.returncode == 0, done.stderr
+    finished = [path.parent for path in (box.folder / "runs" / "sweep").glob("*/results.json")]
+    assert sorted(yaml.safe_load((path / "config.yaml").read_text())["seed"] for path in finished) == [1, 2]
+
+
+def test_installed_from_a_wheel_it_works_anywhere(box: Box, tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True, timeout=120)
+    wheel = next((tmp_path / "dist").glob("*.whl"))
+    target = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(target), str(wheel)]
+    subprocess.run(pip, check=True, capture_output=True, timeout=120)
+    from_repo = box.run("experiment=deit_b", "--cfg", "job")
+
+    box.path[1] = str(target)
+    command = [sys.executable, str(target / "bin" / "mlframe-train")]
+    from_wheel = box.run("experiment=deit_b", "--cfg", "job", command=command)
+    assert from_wheel.returncode == 0, from_wheel.stderr
+    assert from_wheel.stdout == from_repo.stdout
+    assert "deit_base_patch16_224" in from_wheel.stdout
+
+    own = tmp_path / "own" / "experiment"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text("# @package _global_\nname: mine\nsteps: 1\n")
+    settings = [setting for setting in box.smoke("logger=none") if not setting.startswith(("experiment=", "steps="))]
+    done = box.run("--config-dir", str(own.parent), "experiment=mine", *settings, command=command)
+    assert done.returncode == 0, done.stderr
+    run = next((box.folder / "runs" / "mine").iterdir())
+    assert (run / "final" / "model.safetensors").exists(), "outputs lie under the caller's folder"
+    assert json.loads((run / "plan.json").read_text())["steps"] == 1

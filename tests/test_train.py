@@ -1,0 +1,95 @@
+"""train(): going on after a stop, and bad input in one clear line before anything is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+from safetensors.torch import load_file
+
+from mlframe.errors import ConfigError
+from mlframe.module import ImageClassification
+from mlframe.rows import read_rows
+from mlframe.train import CONF, train
+
+
+def config_of(images: Path, run: Path, *overrides: str) -> DictConfig:
+    settings = [
+        "experiment=deit_fashion", "data=image_folder", f"data.source.folder={images}", "data.workers=0",
+        f"run_dir={run}", "data.batch_size=16", "steps=20", "trainer.val_check_interval=4", "logger=none",
+        "trainer.log_every_n_steps=1", "trainer.accelerator=cpu", "callbacks.last.every=4", "callbacks.progress=null",
+    ]  # fmt: skip
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("train", [*settings, *overrides])
+
+
+def untimed(folder: Path) -> list[dict[str, str]]:
+    return [{k: v for k, v in row.items() if k != "wall_time"} for row in read_rows(folder / "metrics.csv")]
+
+
+@pytest.mark.parametrize("dies_at", [1, 4, 10, 17])
+def test_a_run_that_dies_goes_on_to_the_same_weights_and_rows(
+    dies_at: int, image_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(config_of(image_set, tmp_path / "whole"))
+    with monkeypatch.context() as patch:
+        step = ImageClassification.training_step
+
+        def dying(self: ImageClassification, batch: Any, batch_idx: int) -> torch.Tensor:
+            if self.trainer.global_step == dies_at:
+                raise RuntimeError("the power is gone")
+            return step(self, batch, batch_idx)
+
+        patch.setattr(ImageClassification, "training_step", dying)
+        with pytest.raises(RuntimeError, match="the power is gone"):
+            train(config_of(image_set, tmp_path / "stopped"))
+    assert not (tmp_path / "stopped" / "results.json").exists()
+    train(config_of(image_set, tmp_path / "stopped"))
+    whole, stopped = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("whole", "stopped"))
+    assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+    assert untimed(tmp_path / "whole") == untimed(tmp_path / "stopped")
+
+
+def test_another_configuration_does_not_go_on_in_the_folder(image_set: Path, tmp_path: Path) -> None:
+    train(config_of(image_set, tmp_path, "steps=1"))
+    (tmp_path / "results.json").unlink()
+    with pytest.raises(ConfigError, match=r"another configuration \(optimizer\.lr was 0\.002, is 0\.5\)"):
+        train(config_of(image_set, tmp_path, "steps=1", "optimizer.lr=0.5"))
+    assert train(config_of(image_set, tmp_path, "steps=1", "optimizer.lr=0.5", "resume=never"))["steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.config.num_heads=3"], "level 0"),
+        (["levels.heads=3"], r"levels\.heads=3: the 4 heads of level 0 do not divide by 3"),
+        (["model.config.num_classes=7"], r"10 classes and the model 7.*model\.config\.num_classes=10"),
+        (["data.source.folder=/no/such/folder"], "/no/such/folder"),
+        (["data.batch_size=1000"], r"fewer than one batch.*data\.batch_size"),
+        (["plan.alpha=2"], r"plan\.alpha=2"),
+        (["plan.e_a=30"], "steps=20 has fewer"),
+        (["plan=scratch", "plan.level=5"], r"plan\.level=5"),
+        (["plan.new_layers=mirror"], "mirror"),
+        (["schedule.shape=triangle"], r"schedule\.shape=triangle"),
+        (["+data.augment.shake=1"], "shake"),
+        (["trainer.strategy=fsdp"], "(?i)fsdp"),
+        (["+callbacks.ema._target_=lightning.pytorch.callbacks.WeightAveraging"], "WeightAveraging averages"),
+        (["trainer.precision=12"], "12"),
+        (["model.config.model_name=deit_huge"], "deit_huge"),
+        (["model.architecture=mlframe.architectures.GNN"], "GNN"),
+        (["data.holdout=0", "steps=0"], "no optimizer step"),
+        (["resume=maybe"], "resume=maybe"),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else "",
+)
+def test_bad_input_is_one_clear_line_and_nothing_is_written(
+    overrides: list[str], message: str, image_set: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message) as failure:
+        train(config_of(image_set, tmp_path / "run", *overrides))
+    assert "\n" not in str(failure.value)
+    assert not (tmp_path / "run").exists()
