@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 
 from mlframe.module import LevelModule
+
+
+@dataclass
+class LevelCost:
+    """What training one level has cost: samples, FLOPs, and seconds with the validations that fell in them."""
+
+    samples: int = 0
+    flops: int = 0
+    seconds: float = 0.0
 
 
 class Ledger(pl.Callback):
@@ -19,14 +29,22 @@ class Ledger(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self.total_flops = 0
-        self.samples = 0
-        self._seconds = 0.0
+        self.by_level: dict[int, LevelCost] = {}
         self._since: float | None = None
 
     @property
+    def samples(self) -> int:
+        return sum(cost.samples for cost in self.by_level.values())
+
+    @property
+    def total_flops(self) -> int:
+        return sum(cost.flops for cost in self.by_level.values())
+
+    @property
     def wall_time(self) -> float:
-        return self._seconds + (time.monotonic() - self._since if self._since is not None else 0.0)
+        """Seconds since the start of the fit, and of the fits that it goes on from."""
+        running = time.monotonic() - self._since if self._since is not None else 0.0
+        return sum(cost.seconds for cost in self.by_level.values()) + running
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         assert isinstance(pl_module, LevelModule)
@@ -62,16 +80,22 @@ class Ledger(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert isinstance(pl_module, LevelModule)
-        samples = pl_module.amount(batch) * trainer.world_size
-        self.samples += samples
-        self.total_flops += samples * pl_module.level.flops
+        self._spend(pl_module, pl_module.amount(batch) * trainer.world_size)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._seconds, self._since = self.wall_time, None
+        assert isinstance(pl_module, LevelModule)
+        self._spend(pl_module, 0)
+        self._since = None
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"total_flops": self.total_flops, "samples": self.samples, "seconds": self.wall_time}
+    def _spend(self, module: LevelModule, samples: int) -> None:
+        cost, now = self.by_level.setdefault(module.level.index, LevelCost()), time.monotonic()
+        cost.samples += samples
+        cost.flops += samples * module.level.flops
+        cost.seconds += now - (self._since or now)
+        self._since = now
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.total_flops, self.samples = state_dict["total_flops"], state_dict["samples"]
-        self._seconds = state_dict["seconds"]
+    def state_dict(self) -> dict[Any, Any]:
+        return {level: asdict(cost) for level, cost in self.by_level.items()}
+
+    def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
+        self.by_level = {level: LevelCost(**cost) for level, cost in state_dict.items()}

@@ -44,7 +44,7 @@ class CycleProgress(ProgressBar):
         self._bars = Progress(
             TextColumn("{task.description}"), BarColumn(30), TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
             TimeElapsedColumn(), TextColumn("<"), TimeRemainingColumn(), TextColumn("{task.fields[status]}"),
-            console=self._console,
+            console=self._console, transient=True,
         )  # fmt: skip
         self._bars.start()
         self.on_phase_start(trainer, pl_module)
@@ -64,10 +64,10 @@ class CycleProgress(ProgressBar):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._bars is None or batch_idx % self.refresh:
-            return
         assert isinstance(pl_module, LevelModule)
         done = trainer.global_step - pl_module.plan.start(pl_module.phase_index)
+        if self._bars is None or (batch_idx % self.refresh and done < pl_module.phase.steps):
+            return
         loss = outputs["loss"] * trainer.accumulate_grad_batches
         status = f"loss {float(loss):.3f}  {self._ledger.total_flops:.3g} FLOPs"
         self._bars.update(self._bars.task_ids[-1], completed=done, status=status)

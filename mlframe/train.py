@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from hydra.types import RunMode
 from hydra.utils import get_object, instantiate
 from lightning.pytorch.callbacks import Timer
 from omegaconf import DictConfig, OmegaConf
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from mlframe import run_folder, wandb_logger
 from mlframe.checkpoint import AtomicCheckpointIO
@@ -81,6 +84,7 @@ def train(config: DictConfig) -> dict[str, Any]:
         trainer = build_trainer(config, plan)
         VCycleLoop.attach(trainer, module)
         samples = config.data.batch_size * trainer.accumulate_grad_batches * trainer.world_size
+        data.trainer = trainer  # as Lightning does at the start of a fit
         data.setup("fit")
         data.train_dataloader()  # what it refuses, it refuses here
         if not trainer.fast_dev_run:
@@ -155,6 +159,10 @@ def finish(config: DictConfig, trainer: pl.Trainer, module: LevelModule, data: A
         "share_of_scratch": ledger.total_flops / plan.scratch_flops(samples),
         "wall_time": ledger.wall_time,
         "parameters": module.level.parameters,
+        "levels": {
+            level: {"parameters": plan.levels[level].parameters, **asdict(cost)}
+            for level, cost in sorted(ledger.by_level.items())
+        },
     }
     if trainer.is_global_zero:
         level = module.level
@@ -174,15 +182,29 @@ def _stopped_short(trainer: pl.Trainer, module: LevelModule) -> bool:
 
 
 def report(folder: Path, results: dict[str, Any]) -> None:
-    """The last lines of a run."""
-    test = ", ".join(f"{k.removeprefix('test/')} {v:.4f}" for k, v in results.items() if k.startswith("test/"))
-    minutes, seconds = divmod(round(results["wall_time"]), 60)
-    console.print(f"test: {test}")
+    """The last lines of a run: what each level took, how good the network is, what it cost, where things lie."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in ("level", "parameters", "samples", "FLOPs", "time", "samples/s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for level, cost in results["levels"].items():
+        rate = cost["samples"] / cost["seconds"] if cost["seconds"] else 0.0
+        table.add_row(
+            str(level), f"{cost['parameters']:,}", f"{cost['samples']:,}", f"{cost['flops']:.3g}",
+            _duration(cost["seconds"]), f"{rate:,.0f}",
+        )  # fmt: skip
+    console.print(table)
+    tested = {name.removeprefix("test/"): value for name, value in results.items() if name.startswith("test/")}
+    console.print("test: " + ", ".join(f"{name} {value:.4f}" for name, value in tested.items()))
     console.print(
         f"cost: {results['total_flops']:.4g} FLOPs, {results['share_of_scratch']:.0%} of as many steps at full size; "
-        f"{minutes} min {seconds} s of training"
+        f"{_duration(results['wall_time'])} of training"
     )
     console.print(f"in {folder}: final/ (the network), metrics.csv, plan.json, config.yaml, checkpoints/, results.json")
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:

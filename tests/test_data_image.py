@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -109,7 +110,7 @@ def test_ranks_come_from_the_trainer() -> None:
     parts, evaluated = [], 0
     for rank in (0, 1):
         module = data(batch_size=3)
-        module.trainer = type("Trainer", (), {"global_rank": rank, "world_size": 2})()
+        module.trainer = SimpleNamespace(global_rank=rank, world_size=2, accumulate_grad_batches=1)
         parts.append([labels for _, labels in epoch_of(module, 0)])
         evaluated += sum(len(labels) for _, labels in module.test_dataloader())
     assert evaluated == 10
@@ -298,7 +299,7 @@ def test_channels_and_their_numbers_are_checked() -> None:
         data(channels=2)
     with pytest.raises(ValueError, match=r"data.mean has 3 numbers for 1 channel"):
         data(mean=[0.1, 0.2, 0.3])
-    with pytest.raises(ValueError, match="32 items, fewer than one batch of 64"):
+    with pytest.raises(ValueError, match="32 items, fewer than the 64 of one step"):
         data(batch_size=64).train_dataloader()
 
 
@@ -366,3 +367,9 @@ def test_every_config_makes_image_data(path: Path) -> None:
     images, _ = next(iter(module.train_dataloader()))
     assert images.shape == (8, 3, 32, 32)
     assert 5 <= len(path.read_text().splitlines()) <= 40
+
+
+def test_an_epoch_holds_whole_steps_of_the_trainers_accumulation() -> None:
+    module = data(batch_size=3)
+    module.trainer = SimpleNamespace(global_rank=0, world_size=1, accumulate_grad_batches=4)
+    assert len(module.train_dataloader()) == 32 // 12 * 4

@@ -82,8 +82,14 @@ def test_repeats_of_an_item_go_to_different_ranks() -> None:
     assert [{draw for _, draw in part} for part in (first, second)] == [{0}, {1}]
 
 
+def test_an_epoch_holds_whole_accumulated_steps() -> None:
+    for size in (24, 27, 35):
+        batches = len(list(ResumableSampler(size, 4, accumulate=3)))
+        assert batches == len(ResumableSampler(size, 4, accumulate=3)) == size // 12 * 3
+
+
 def test_too_few_items_name_the_batch_size_that_fits() -> None:
-    with pytest.raises(ValueError, match=r"7 items, .* batch of 4 on 2 .* set data.batch_size to 3"):
+    with pytest.raises(ValueError, match=r"7 items, fewer than the 8 of one step \(4 on 2 .* set data.batch_size to 3"):
         ResumableSampler(7, 4, world=2)
     with pytest.raises(ValueError, match="rank=2"):
         ResumableSampler(24, 4, rank=2, world=2)

@@ -1,106 +1,23 @@
-"""VCycleLoop: a plan inside one Trainer.fit. The data are images whose first pixel is their index."""
+"""VCycleLoop: a plan inside one Trainer.fit (the small fits are in small_fit.py)."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from conftest import TINY
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
-from torch.utils.data import DataLoader, Dataset
+from small_fit import PLAN, SCHEDULE, TWO, Recorder, fit, loader, same, weights
 
 from mlframe.architectures import VIT
-from mlframe.checkpoint import LastCheckpoint
-from mlframe.data.loader import Key, ResumableLoader, ResumableSampler
+from mlframe.data.loader import ResumableSampler
 from mlframe.errors import ConfigError
-from mlframe.ledger import Ledger
-from mlframe.levels import make_levels
-from mlframe.loop import VCycleLoop
-from mlframe.module import ImageClassification
 from mlframe.operators import coalesce, decoalesce, interpolate
-from mlframe.plan import Plan, scratch, vcycle
+from mlframe.plan import scratch, vcycle
 from mlframe.rows import Rows, read_rows
 from mlframe.schedule import Schedule
-
-LEVELS = make_levels(VIT, {**TINY, "drop_path_rate": 0.1, "proj_drop_rate": 0.1}, count=3)
-PLAN = vcycle(LEVELS, 26, e_a=[5, 4], e_small=[3, 6], alpha=[0.25, 0.5])  # levels 0 1 2 1 0: 5 4 6 3 8 steps
-TWO = LEVELS[:2]
-SCHEDULE = Schedule("cosine", "phase", warmup=2, levels=[1.0, 2.0, 4.0])
-
-
-class Indexed(Dataset):
-    """Image i holds its index in the first pixel, noise in the others."""
-
-    def __init__(self, size: int) -> None:
-        self.images = torch.randn(size, 1, 16, 16, generator=torch.Generator().manual_seed(3))
-        self.images[:, 0, 0, 0] = torch.arange(size)
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, key: Key | int) -> tuple[torch.Tensor, int]:
-        index = key if isinstance(key, int) else key[0]
-        return self.images[index], index % 5
-
-
-class Recorder(ImageClassification):
-    """Notes what each micro-batch saw: (global step, phase, rate, indices)."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, mixup={"mixup_alpha": 0.8, "cutmix_alpha": 1.0}, **kwargs)
-        self.seen: list[tuple[int, int, float, list[int]]] = []
-        self.fresh: list[bool] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
-        self.seen.append((self.trainer.global_step, self.phase_index, rate, batch[0][:, 0, 0, 0].int().tolist()))
-        return super().training_step(batch, batch_idx)
-
-    def on_phase_start(self) -> None:
-        self.fresh.append(not self.trainer.optimizers[0].state)
-
-
-class Told(pl.Callback):
-    def on_phase_start(self, trainer: pl.Trainer, module: Recorder) -> None:
-        module.on_phase_start()
-
-
-def loader(size: int = 48, batch: int = 4, workers: int = 0) -> ResumableLoader:
-    return ResumableLoader(Indexed(size), ResumableSampler(size, batch, seed=7), num_workers=workers)
-
-
-def fit(
-    plan: Plan = PLAN,
-    train: ResumableLoader | None = None,
-    ckpt: Path | str | None = None,
-    schedule: Schedule = SCHEDULE,
-    callbacks: tuple[Any, ...] = (),
-    **settings: Any,
-) -> tuple[Recorder, pl.Trainer]:
-    module = Recorder(plan, partial(torch.optim.AdamW, lr=1e-2), schedule, seed=1)
-    settings = {
-        "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "max_epochs": -1,
-        "enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False,
-        "val_check_interval": 7, "check_val_every_n_epoch": None, "limit_val_batches": 2, "log_every_n_steps": 1,
-        "gradient_clip_val": 0.5, "num_sanity_val_steps": 1, "barebones": False, **settings,
-    }  # fmt: skip
-    trainer = pl.Trainer(**settings, max_steps=plan.steps, callbacks=[Ledger(), Told(), *callbacks])
-    VCycleLoop.attach(trainer, module)
-    trainer.fit(module, train or loader(), DataLoader(Indexed(16), batch_size=8), ckpt_path=ckpt)
-    return module, trainer
-
-
-def weights(module: Recorder) -> dict[str, torch.Tensor]:
-    assert module.network is not None
-    return module.network.state_dict()
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def steps_by_phase(module: Recorder) -> list[int]:
@@ -250,56 +167,3 @@ def test_flops_are_exact_never_fall_and_stand_in_every_row(accumulate: int, batc
     assert all(row["val/acc"] and int(row["total_flops"]) > 0 for row in validated)
     by_level = {row["level"]: int(row["parameters"]) for row in rows}
     assert by_level == {"0": TWO[0].parameters, "1": TWO[1].parameters}
-
-
-# resuming
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_resume_from_any_step_ends_in_the_same_bits(accumulate: int, tmp_path: Path) -> None:
-    """Phase boundaries (5, 9, 15, 18), epoch boundaries (12 and 24 batches) and all steps between."""
-    every = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    settings: dict[str, Any] = {"accumulate_grad_batches": accumulate, "enable_checkpointing": True}
-    whole, trainer = fit(callbacks=(every,), **settings)
-    ledger = next(c for c in trainer.callbacks if isinstance(c, Ledger))
-    for step in (1, 4, 5, 6, 9, 12, 15, 17, 18, 19, 24, 25):
-        anew = ModelCheckpoint(tmp_path / "anew", "{step}", every_n_train_steps=1)
-        resumed, again = fit(ckpt=tmp_path / f"step={step}.ckpt", callbacks=(anew,), **settings)
-        assert same(weights(resumed), weights(whole)), f"from step {step}"
-        assert resumed.seen == whole.seen[step * accumulate :], f"from step {step}"
-        counted = next(c for c in again.callbacks if isinstance(c, Ledger))
-        assert (counted.total_flops, counted.samples) == (ledger.total_flops, ledger.samples)
-
-
-def test_a_checkpoint_holds_tensors_and_plain_containers_and_the_parked_weights(tmp_path: Path) -> None:
-    every = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=12, save_top_k=-1)
-    fit(callbacks=(every,), enable_checkpointing=True)
-    saved = torch.load(tmp_path / "step=12.ckpt", weights_only=True)
-    assert saved["vcycle"]["phase"] == 2
-    shapes = {level: tuple(state["cls_token"].shape) for level, state in saved["vcycle"]["parked"].items()}
-    assert shapes == {"0": (1, 1, 32), "1": (1, 1, 16)}
-    assert tuple(saved["state_dict"]["network.cls_token"].shape) == (1, 1, 8)
-
-
-def test_no_time_at_all_trains_nothing() -> None:
-    assert fit(max_time={"seconds": 0})[1].global_step == 0
-
-
-@pytest.mark.parametrize("step", [7, 9])
-def test_a_run_that_is_stopped_stays_in_its_phase_and_goes_on_exactly(step: int, tmp_path: Path) -> None:
-    """As max_time does it, inside phase 1 and at its end."""
-
-    class Stop(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            trainer.should_stop = trainer.global_step == step
-
-    settings: dict[str, Any] = {
-        "enable_checkpointing": True,
-        "default_root_dir": tmp_path,
-        "accumulate_grad_batches": 2,
-    }
-    module, trainer = fit(callbacks=(Stop(), LastCheckpoint(tmp_path, every=5)), **settings)
-    assert (trainer.global_step, module.phase_index) == (step, 1)
-    assert torch.load(tmp_path / "last.ckpt")["global_step"] == step
-    resumed, _ = fit(ckpt=tmp_path / "last.ckpt", **settings)
-    assert same(weights(resumed), weights(fit(accumulate_grad_batches=2)[0]))

@@ -69,7 +69,7 @@ def test_another_configuration_does_not_go_on_in_the_folder(image_set: Path, tmp
         (["levels.heads=3"], r"levels\.heads=3: the 4 heads of level 0 do not divide by 3"),
         (["model.config.num_classes=7"], r"10 classes and the model 7.*model\.config\.num_classes=10"),
         (["data.source.folder=/no/such/folder"], "/no/such/folder"),
-        (["data.batch_size=1000"], r"fewer than one batch.*data\.batch_size"),
+        (["data.batch_size=1000"], r"fewer than the 1000 of one step.*data\.batch_size"),
         (["plan.alpha=2"], r"plan\.alpha=2"),
         (["plan.e_a=30"], "steps=20 has fewer"),
         (["plan=scratch", "plan.level=5"], r"plan\.level=5"),

@@ -129,7 +129,8 @@ class ImageData(pl.LightningDataModule):
     def train_dataloader(self) -> ResumableLoader:
         images = self.splits.train
         rank, world = self._rank_and_world()
-        sampler = ResumableSampler(len(images), self.batch_size, self.seed, rank, world, self.repeats)
+        accumulate = self.trainer.accumulate_grad_batches if self.trainer else 1
+        sampler = ResumableSampler(len(images), self.batch_size, self.seed, rank, world, self.repeats, accumulate)
         augmented = TrainImages(images, self.transform, self.channels, self.seed)
         return ResumableLoader(augmented, sampler, **self._loading())
 

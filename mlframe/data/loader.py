@@ -30,20 +30,36 @@ class ResumableSampler(Sampler[list[Key]]):
         rank, world: this process and how many there are; a global batch is dealt out to them item by item.
         repeats: repeated augmentation (Hoffer et al. 2020, arXiv 1901.09335, as in DeiT): every chosen item comes
             `repeats` times in a row, an epoch stays `size` items long and thus sees 1/repeats of the items.
+        accumulate: batches of an optimizer step; an epoch holds whole steps, as Lightning would take a short one at its
+            end.
 
     Raises:
         ValueError: when there are too few items for one batch on every rank.
     """
 
-    def __init__(self, size: int, batch_size: int, seed: int = 0, rank: int = 0, world: int = 1, repeats: int = 1):
-        if min(batch_size, world, repeats) < 1 or not 0 <= rank < world:
-            raise ValueError(f"batch_size={batch_size}, world={world}, repeats={repeats} must be 1 or more, and "
-                             f"rank={rank} below world")  # fmt: skip
-        if size < batch_size * world:
-            raise ValueError(f"the training set has {size} items, fewer than one batch of {batch_size} on {world} "
-                             f"process(es): set data.batch_size to {max(1, size // world)} or less")  # fmt: skip
+    def __init__(
+        self,
+        size: int,
+        batch_size: int,
+        seed: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        repeats: int = 1,
+        accumulate: int = 1,
+    ):
+        if min(batch_size, world, repeats, accumulate) < 1 or not 0 <= rank < world:
+            raise ValueError(
+                f"batch_size={batch_size}, world={world}, repeats={repeats}, accumulate={accumulate} must be 1 or "
+                f"more, and rank={rank} below world"
+            )
+        if size < (step := batch_size * world * accumulate):
+            raise ValueError(
+                f"the training set has {size} items, fewer than the {step} of one step ({batch_size} on {world} "
+                f"process(es), accumulated {accumulate} times): set data.batch_size to "
+                f"{max(1, size // (world * accumulate))} or less"
+            )
         self.size, self.batch_size, self.seed = size, batch_size, seed
-        self.rank, self.world, self.repeats = rank, world, repeats
+        self.rank, self.world, self.repeats, self.accumulate = rank, world, repeats, accumulate
         self.epoch = 0
         self.first_batch = 0  # where the next pass begins; ResumableLoader sets it
         self.sampler = self  # Lightning calls set_epoch on `loader.batch_sampler.sampler`
@@ -53,7 +69,7 @@ class ResumableSampler(Sampler[list[Key]]):
 
     def __len__(self) -> int:
         """Batches in a whole epoch, also when the next pass begins in its middle."""
-        return self.size // (self.batch_size * self.world)
+        return self.size // (self.batch_size * self.world * self.accumulate) * self.accumulate
 
     def __iter__(self) -> Iterator[list[Key]]:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
