@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,24 @@ from omegaconf import DictConfig, OmegaConf
 from mlframe.errors import ConfigError
 from mlframe.plan import Plan
 
+_LEFT = ("results.json", "metrics.csv", "plan.json", "checkpoints", "final")
+
 _FREE = ("resume", "run_dir", "data_dir")
 """Keys that may differ when a run goes on: they do not change what is computed."""
 
 
-def write_config(folder: Path, config: DictConfig) -> None:
-    """Save the resolved configuration. Raises ConfigError where the folder holds a run of another one."""
+def begin(folder: Path, config: DictConfig) -> None:
+    """Save the resolved configuration in the run's folder. Raises ConfigError where it holds a run of another one.
+
+    resume=never removes what an earlier run left there.
+    """
     new = OmegaConf.to_container(config, resolve=True)
     assert isinstance(new, dict)
     path = folder / "config.yaml"
-    if path.exists() and config.resume == "auto":
+    if config.resume == "never":
+        for name in _LEFT:
+            (shutil.rmtree if (folder / name).is_dir() else _unlink)(folder / name)
+    elif path.exists():
         old = OmegaConf.to_container(OmegaConf.load(path))
         assert isinstance(old, dict)
         differing = _differing({k: v for k, v in old.items() if k not in _FREE}, new)
@@ -40,6 +49,10 @@ def write_config(folder: Path, config: DictConfig) -> None:
             )
     folder.mkdir(parents=True, exist_ok=True)
     _write(path, OmegaConf.to_yaml(OmegaConf.create(new)))
+
+
+def _unlink(path: Path) -> None:
+    path.unlink(missing_ok=True)
 
 
 def _differing(old: Any, new: Any, prefix: str = "") -> list[str]:

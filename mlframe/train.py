@@ -20,6 +20,7 @@ from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from hydra.utils import get_object, instantiate
 from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from rich import box
 from rich.console import Console
@@ -37,7 +38,7 @@ from mlframe.rows import Rows
 
 _PACKAGED = Path(__file__).parent / "conf"
 CONF = _PACKAGED if _PACKAGED.exists() else Path(__file__).parents[1] / "conf"
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False, soft_wrap=True, quiet=rank_zero_only.rank != 0)
 
 
 def run_name(overrides: str) -> str:
@@ -83,25 +84,21 @@ def train(config: DictConfig) -> dict[str, Any]:
         plan, data, module = build(config)
         trainer = build_trainer(config, plan)
         VCycleLoop.attach(trainer, module)
-        samples = config.data.batch_size * trainer.accumulate_grad_batches * trainer.world_size
         data.trainer = trainer  # as Lightning does at the start of a fit
         data.setup("fit")
         data.train_dataloader()  # what it refuses, it refuses here
+        samples = config.data.batch_size * trainer.accumulate_grad_batches * trainer.world_size
         if not trainer.fast_dev_run:
-            run_folder.write_config(folder, config)
-            run_folder.write_plan(folder, plan, samples)
-            for logger in trainer.loggers:
-                logger.log_hyperparams(OmegaConf.to_container(config, resolve=True))
+            open_run(config, trainer, plan, samples)
     console.print(describe(plan, samples))
-    if trainer.fast_dev_run:
-        trainer.fit(module, datamodule=data)
-        console.print(f"fast_dev_run: all {len(plan.phases)} phases ran; nothing was written")
-        return {}
     last = folder / "checkpoints" / "last.ckpt"
-    go_on = config.resume == "auto" and last.exists()
+    go_on = config.resume == "auto" and last.exists() and not trainer.fast_dev_run
     if go_on:
         console.print(f"Going on from {last}")
     trainer.fit(module, datamodule=data, ckpt_path=last if go_on else None)
+    if trainer.fast_dev_run:
+        console.print(f"fast_dev_run: all {len(plan.phases)} phases ran; nothing was written")
+        return {}
     return finish(config, trainer, module, data, samples)
 
 
@@ -123,11 +120,10 @@ def build(config: DictConfig) -> tuple[Plan, Any, LevelModule]:
 
 def build_trainer(config: DictConfig, plan: Plan) -> pl.Trainer:
     callbacks = [instantiate(callback) for callback in config.callbacks.values() if callback]
-    loggers = [] if config.trainer.fast_dev_run else [Rows(config.run_dir), *map(instantiate, config.logger.values())]
     return instantiate(
         config.trainer,
         callbacks=[Ledger(), *callbacks],
-        logger=loggers,
+        logger=False,  # `open_run` adds them, once nothing can be wrong any more
         plugins=[AtomicCheckpointIO()],
         max_epochs=-1,
         max_steps=plan.steps,
@@ -136,6 +132,17 @@ def build_trainer(config: DictConfig, plan: Plan) -> pl.Trainer:
         enable_model_summary=False,  # the plan lists every level
         _convert_="all",
     )
+
+
+def open_run(config: DictConfig, trainer: pl.Trainer, plan: Plan, samples: int) -> None:
+    """The run's folder and its loggers."""
+    folder = Path(config.run_dir)
+    if trainer.is_global_zero:
+        run_folder.begin(folder, config)
+        run_folder.write_plan(folder, plan, samples)
+    trainer.loggers = [Rows(folder), *(instantiate(logger) for logger in config.logger.values() if logger)]
+    for logger in trainer.loggers:
+        logger.log_hyperparams(_plain(config))
 
 
 def finish(config: DictConfig, trainer: pl.Trainer, module: LevelModule, data: Any, samples: int) -> dict[str, Any]:

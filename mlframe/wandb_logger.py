@@ -17,10 +17,10 @@ Mode = Literal["auto", "online", "offline", "disabled"]
 def wandb_logger(mode: Mode = "auto", **kwargs: Any) -> WandbLogger:
     """Lightning's WandbLogger in the asked mode; "auto" is WANDB_MODE if set, else online with a key, else offline.
 
-    `kwargs` go to WandbLogger (project, name, group, job_type, tags, save_dir). The x axis of train/*, val/* and
+    `kwargs` go to wandb.init (project, name, group, job_type, tags, dir). The x axis of train/*, val/* and
     test/* is `total_flops`. Raises ConfigError when "online" is asked for and there is no key.
     """
-    import wandb  # slow to import, and not needed by `logger=csv`
+    import wandb  # slow to import, and not needed by `logger=none`
 
     mode = os.environ.get("WANDB_MODE", "auto") if mode == "auto" else mode  # type: ignore[assignment]
     if mode not in ("auto", "online", "offline", "disabled", "dryrun"):
@@ -31,20 +31,15 @@ def wandb_logger(mode: Mode = "auto", **kwargs: Any) -> WandbLogger:
             "W&B online needs a key and there is none: set WANDB_API_KEY or run `wandb login`, "
             "or stay offline with logger.wandb.mode=offline (`wandb sync` uploads it later)"
         )
-    mode = "online" if has_key else "offline" if mode == "auto" else mode
-    logger = WandbLogger(offline=mode in ("offline", "dryrun"), **kwargs)
-    logger._wandb_init.update(mode=mode, settings=wandb.Settings(silent=True))
-    logger._wandb_init.pop("anonymous", None)  # Lightning passes it, W&B warns that it is gone
-    _use_flops_axis(logger)
-    return logger
-
-
-@rank_zero_only
-def _use_flops_axis(logger: WandbLogger) -> None:
-    run = logger.experiment
-    run.define_metric("total_flops")
-    for group in ("train/*", "val/*", "test/*"):
-        run.define_metric(group, step_metric="total_flops", step_sync=True)
+    run = None
+    if rank_zero_only.rank == 0:
+        chosen: Literal["online", "offline", "disabled"]
+        chosen = "online" if has_key else "disabled" if mode == "disabled" else "offline"
+        run = wandb.init(mode=chosen, settings=wandb.Settings(silent=True), **kwargs)
+        run.define_metric("total_flops")
+        for group in ("train/*", "val/*", "test/*"):
+            run.define_metric(group, step_metric="total_flops", step_sync=True)
+    return WandbLogger(experiment=run)
 
 
 def finish(failed: bool) -> None:

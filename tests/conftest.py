@@ -12,6 +12,8 @@ import torch
 from PIL import Image
 from torch import nn
 
+torch.set_num_threads(1)  # on networks of this size threads only wait for each other
+
 TINY = {
     "model_name": "deit_tiny_patch16_224", "img_size": 16, "patch_size": 8, "in_chans": 1, "num_classes": 5,
     "embed_dim": 32, "depth": 4, "num_heads": 4,
