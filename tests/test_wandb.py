@@ -48,7 +48,8 @@ def test_every_row_carries_its_flops_which_are_the_axis(tmp_path: Path) -> None:
     fit(plan, logger=wandb_logger(project="test", dir=str(tmp_path)), val_check_interval=2)
     finish(failed=False)
     for _ in range(40):  # W&B's own process writes the file, and says with a record when it is done
-        if any(record.HasField("exit") for record in (found := records(tmp_path))):
+        found = records(tmp_path)
+        if any(record.HasField("exit") for record in found):
             break
         time.sleep(0.25)
     rows = [{item.nested_key[0] if item.nested_key else item.key: item.value_json for item in record.history.item}
