@@ -23,32 +23,31 @@ from mlframe.plan import Plan
 
 _LEFT = ("results.json", "metrics.csv", "plan.json", "checkpoints", "final")
 
-_FREE = ("resume", "run_dir", "data_dir")
-"""Keys that may differ when a run goes on: they do not change what is computed."""
+_FREE = ("resume", "run_dir")  # may differ when a run goes on
+
+
+def check_same(folder: Path, config: DictConfig) -> None:
+    """Raise ConfigError with the differing keys where the folder holds a run of another configuration."""
+    path = folder / "config.yaml"
+    if not path.exists():
+        return
+    old, new = OmegaConf.to_container(OmegaConf.load(path)), OmegaConf.to_container(config, resolve=True)
+    assert isinstance(old, dict)
+    differing = _differing({key: value for key, value in old.items() if key not in _FREE}, new)
+    if differing:
+        raise ConfigError(
+            f"{folder} holds a run with another configuration ({'; '.join(differing)}): "
+            "name this one differently (name=...) or begin the folder again (resume=never)"
+        )
 
 
 def begin(folder: Path, config: DictConfig) -> None:
-    """Save the resolved configuration in the run's folder. Raises ConfigError where it holds a run of another one.
-
-    resume=never removes what an earlier run left there.
-    """
-    new = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(new, dict)
-    path = folder / "config.yaml"
+    """Save the resolved configuration. resume=never first removes what an earlier run left in the folder."""
     if config.resume == "never":
         for name in _LEFT:
             (shutil.rmtree if (folder / name).is_dir() else _unlink)(folder / name)
-    elif path.exists():
-        old = OmegaConf.to_container(OmegaConf.load(path))
-        assert isinstance(old, dict)
-        differing = _differing({k: v for k, v in old.items() if k not in _FREE}, new)
-        if differing:
-            raise ConfigError(
-                f"{folder} holds a run with another configuration ({'; '.join(differing)}): "
-                "name this one differently (name=...) or begin the folder again (resume=never)"
-            )
     folder.mkdir(parents=True, exist_ok=True)
-    _write(path, OmegaConf.to_yaml(OmegaConf.create(new)))
+    _write(folder / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
 
 
 def _unlink(path: Path) -> None:

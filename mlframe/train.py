@@ -75,6 +75,8 @@ def train(config: DictConfig) -> dict[str, Any]:
     folder = Path(config.run_dir)
     if config.resume not in ("auto", "never"):
         raise ConfigError(f"resume={config.resume}: auto goes on with an unfinished run, never begins again")
+    if config.resume == "auto":
+        run_folder.check_same(folder, config)
     if config.resume == "auto" and (results := run_folder.read_results(folder)):
         console.print(f"This run is finished; to repeat it, add resume=never or remove {folder}")
         report(folder, results)

@@ -55,11 +55,11 @@ def test_a_run_that_dies_goes_on_to_the_same_weights_and_rows(
 
 
 def test_another_configuration_does_not_go_on_in_the_folder(image_set: Path, tmp_path: Path) -> None:
-    train(config_of(image_set, tmp_path, "steps=1"))
-    (tmp_path / "results.json").unlink()
+    train(config_of(image_set, tmp_path, "steps=4"))
     with pytest.raises(ConfigError, match=r"another configuration \(optimizer\.lr was 0\.002, is 0\.5\)"):
-        train(config_of(image_set, tmp_path, "steps=1", "optimizer.lr=0.5"))
-    assert train(config_of(image_set, tmp_path, "steps=1", "optimizer.lr=0.5", "resume=never"))["steps"] == 1
+        train(config_of(image_set, tmp_path, "steps=4", "optimizer.lr=0.5"))
+    assert train(config_of(image_set, tmp_path, "steps=1", "resume=never"))["steps"] == 1
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.csv") if row["train/loss"]] == ["0"], "no stale rows"
 
 
 @pytest.mark.parametrize(
