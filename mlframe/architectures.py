@@ -19,6 +19,11 @@ from mlframe.axes import Architecture, Sizes
 
 def _build_vit(config: Mapping[str, Any]) -> nn.Module:
     """timm.create_model(**config); `model_name` says which VisionTransformer, every other key overrides it."""
+    for key in ("patch_drop_rate", "dynamic_img_size", "dynamic_img_pad"):
+        if config.get(key):
+            raise ValueError(
+                f"{key}={config[key]}: the number of tokens would vary, and the FLOPs with it; leave it out"
+            )
     network = timm.create_model(**config)
     if not isinstance(network, VisionTransformer):
         raise ValueError(f"{config['model_name']} is a {type(network).__name__}, not a timm VisionTransformer")
@@ -38,7 +43,7 @@ def _vit_sizes(network: nn.Module) -> dict[str, int]:
         "classes": network.num_classes,
         "patches": patches.num_patches,
         "pixels": patches.proj.weight[0].numel(),
-        "pos": patches.num_patches + network.num_prefix_tokens,
+        "tokens": patches.num_patches + network.num_prefix_tokens,
         "classifiers": 2 if hasattr(network, "head_dist") else 1,
     }
 
@@ -48,7 +53,7 @@ def _resized_vit(sizes: Sizes) -> dict[str, Any]:
         "depth": sizes["layers"],
         "num_heads": sizes["heads"],
         "embed_dim": sizes["embed"],
-        "mlp_ratio": sizes["mlp"] / sizes["embed"],
+        "mlp_ratio": (sizes["mlp"] + 0.5) / sizes["embed"],  # timm rounds embed * ratio down
     }
 
 

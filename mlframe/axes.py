@@ -137,6 +137,12 @@ class Architecture:
     flops: Callable[[Sizes], int]
     save: Callable[..., None]
 
+    @property
+    def axes(self) -> set[str]:
+        """The names of all axes that the table's tensors have."""
+        named = {axis.name for text in self.tensors.values() for axis in parse(text).factors}
+        return {LAYERS} | {name for name in named if name != _ANONYMOUS and not name.isdigit()}
+
     def match(self, names: Iterable[str]) -> dict[str, Match]:
         """Each name's place in the table; every name must match exactly one pattern."""
         rules = _rules(tuple(self.tensors.items()))

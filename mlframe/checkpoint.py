@@ -30,18 +30,21 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class LastCheckpoint(Checkpoint):
-    """Keeps `folder`/last.ckpt: every `every` optimizer steps, and at the step at which training is told to stop.
+    """Keeps `folder`/last.ckpt: every `every` optimizer steps, when training is told to stop, and at the end.
 
-    Only ever between two optimizer steps, where nothing is half accumulated; and inside the epoch, as what is saved
-    after a fit counts the epoch as over.
+    Saved once a step is wholly done, its rows written and its validation too, and before the next batch is fetched.
+    Never inside an accumulation window, where half a step would be lost.
     """
 
     def __init__(self, folder: str | Path, every: int) -> None:
+        if every < 1:
+            raise ValueError(f"every={every}: a checkpoint every so many optimizer steps, 1 or more")
         self.path, self.every = Path(folder) / "last.ckpt", every
         self._step = 0
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_step_done(self, trainer: pl.Trainer) -> None:
         step, before = trainer.global_step, self._step
         self._step = step
-        if step != before and (step % self.every == 0 or trainer.should_stop):
+        stops = trainer.should_stop or trainer.received_sigterm or step >= trainer.max_steps
+        if step != before and (step % self.every == 0 or stops):
             trainer.save_checkpoint(self.path)

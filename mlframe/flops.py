@@ -35,7 +35,7 @@ def vit(sizes: Sizes) -> int:
     """
     patches = 2 * sizes["patches"] * sizes["pixels"] * sizes["embed"]
     classifier = 2 * sizes["embed"] * sizes["classes"] * sizes["classifiers"]
-    return 3 * (blocks(sizes, sizes["pos"]) + classifier) + 2 * patches
+    return 3 * (blocks(sizes, sizes["tokens"]) + classifier) + 2 * patches
 
 
 def count(network: torch.nn.Module, loss: Callable[[torch.nn.Module], torch.Tensor]) -> int:

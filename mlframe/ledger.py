@@ -53,14 +53,12 @@ class Ledger(pl.Callback):
 
     def _attach(self, logger: Any, module: LevelModule) -> None:
         """Whatever the logger's class: the costs join each row on its way in."""
-        if getattr(logger.log_metrics, "ledger", None) is self:
-            return
-        log = logger.log_metrics
+        log = getattr(logger.log_metrics, "unwrapped", logger.log_metrics)
 
         def log_metrics(metrics: dict[str, float], step: int | None = None) -> None:
             log({**metrics, **self.row(module)}, step)
 
-        log_metrics.ledger = self  # type: ignore[attr-defined]
+        log_metrics.unwrapped = log  # type: ignore[attr-defined]
         logger.log_metrics = log_metrics
 
     def row(self, module: LevelModule) -> dict[str, float]:

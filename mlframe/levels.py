@@ -52,6 +52,8 @@ def make_levels(
     Groups given as lists are those of level 0, so they need `count` 2. Every level is built on the meta device and
     checked against the architecture's table. Raises ConfigError where an axis does not divide.
     """
+    if not isinstance(count, int) or count < 1:
+        raise ConfigError(f"levels.count={count}: a whole number, 1 or more")
     levels = [_level(0, architecture, config, {})]
     asked: dict[str, Shrink] = {"heads": heads, "mlp": mlp, LAYERS: layers}
     for index in range(1, count):
@@ -84,10 +86,12 @@ def _groups(axis: str, above: Level, shrink: Shrink) -> Groups:
         except ValueError as error:
             raise ConfigError(str(error)) from error
     factor = 2 if isinstance(shrink, str) else shrink
+    if type(factor) is not int:
+        raise ConfigError(f"levels.{axis}={shrink}: a whole number, 'stacked' or a list of groups")
     if factor < 1 or n % factor:
         raise ConfigError(
             f"levels.{axis}={shrink}: the {n} {axis} of level {above.index} do not divide by {factor}; "
-            f"use a factor of {n}, give the groups as lists, or 1 to keep them"
+            f"use a factor of {n}, give the groups as lists, keep them with 1, or have fewer levels (levels.count)"
         )
     return stacked(n, n // factor) if isinstance(shrink, str) else adjacent(n, n // factor)
 
@@ -109,7 +113,7 @@ def _level(
     try:
         with torch.device("meta"):
             network = architecture.build(config)
-    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+    except Exception as error:  # whatever the model library raises
         raise ConfigError(f"model.config does not build at level {index}: {error}") from error
     sizes = architecture.sizes(network)
     if expected is not None and sizes != expected:

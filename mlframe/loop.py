@@ -66,10 +66,25 @@ class VCycleLoop(_FitLoop):
             with self.trainer.profiler.profile("transition"):
                 transition(self.trainer, module, lambda: _call_configure_model(self.trainer))
 
+    def setup_data(self) -> None:
+        super().setup_data()
+        batches, accumulate = self.max_batches, self.trainer.accumulate_grad_batches
+        if batches != float("inf") and batches % accumulate:
+            raise ConfigError(
+                f"an epoch of {batches} batches does not hold whole steps of {accumulate} accumulated batches, so its "
+                f"last step would be short: set trainer.limit_train_batches={int(batches) // accumulate * accumulate}"
+            )
+
+    def step_done(self) -> None:
+        """Tell callbacks with a method `on_step_done(trainer)`: the rows and the validation of a step are done too."""
+        for callback in self.trainer.callbacks:
+            if (told := getattr(callback, "on_step_done", None)) is not None:
+                told(self.trainer)
+
     def on_run_end(self) -> None:
-        # A last phase of no steps is still a transition.
         if self.epoch_loop.global_step >= self.plan.steps:
-            self.finish_phases()
+            self.finish_phases()  # a last phase of no steps is still a transition
+            self.step_done()
         super().on_run_end()
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
@@ -88,6 +103,23 @@ class _EpochLoop(_TrainingEpochLoop):
             assert isinstance(self.trainer.fit_loop, VCycleLoop)
             self.trainer.fit_loop.finish_phases()
         super().advance(data_fetcher)
+
+    def on_advance_end(self, data_fetcher: Any) -> None:
+        super().on_advance_end(data_fetcher)
+        if self.global_step < self.max_steps:
+            # A resume counts a step that ended in a validation again, as Lightning's own saves come before the count.
+            validated = self._validates_when_resumed(data_fetcher)
+            self._batches_that_stepped -= validated
+            assert isinstance(self.trainer.fit_loop, VCycleLoop)
+            self.trainer.fit_loop.step_done()
+            self._batches_that_stepped += validated
+
+    def _validates_when_resumed(self, data_fetcher: Any) -> bool:
+        """Whether a validation is due at this batch; a stop brings one too, but a resume no longer knows of it."""
+        stops, self.trainer.should_stop = self.trainer.should_stop, False
+        due = self._should_check_val_fx(data_fetcher)
+        self.trainer.should_stop = stops
+        return due
 
 
 class StepSeed(pl.Callback):
@@ -118,6 +150,8 @@ def _refuse(trainer: pl.Trainer) -> None:
                 f"{type(callback).__name__} averages the weights of one network over all steps, "
                 "but the network changes size between phases; take it out of `callbacks`"
             )
+    if trainer.overfit_batches:
+        raise ConfigError("overfit_batches replaces the order of the data; train on few images instead (debug=overfit)")
     if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
         raise ConfigError(
             f"{type(trainer.strategy).__name__} is not supported: the network changes size between phases; "
@@ -126,15 +160,25 @@ def _refuse(trainer: pl.Trainer) -> None:
 
 
 def _rank_in_last_phase(callback: EarlyStopping | ModelCheckpoint, module: LevelModule) -> None:
-    """Levels are not comparable, so what monitors a metric sleeps until the last phase."""
-    for name in ("on_train_batch_end", "on_train_epoch_end", "on_validation_end"):
-        hook = getattr(callback, name)
+    """Levels are not comparable, so what monitors a metric sleeps until it is measured in the last phase."""
+    if module.logged and callback.monitor not in module.logged:
+        raise ConfigError(
+            f"{type(callback).__name__} monitors {callback.monitor!r}, which is not logged; there are {module.logged}"
+        )
+    measured = not str(callback.monitor).startswith("val/")
 
-        def awake(*args: Any, _hook: Any = hook, **kwargs: Any) -> None:
+    def guarded(name: str, hook: Any) -> Any:
+        def awake(*args: Any, **kwargs: Any) -> None:
+            nonlocal measured
             if module.phase_index == len(module.plan.phases) - 1:
-                _hook(*args, **kwargs)
+                measured = measured or name == "on_validation_end"
+                if measured:
+                    hook(*args, **kwargs)
 
-        setattr(callback, name, awake)
+        return awake
+
+    for name in ("on_train_batch_end", "on_train_epoch_end", "on_validation_end"):
+        setattr(callback, name, guarded(name, getattr(callback, name)))
 
 
 def _start_of_next_epoch(state: dict[str, Any]) -> dict[str, Any]:

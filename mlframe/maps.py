@@ -91,6 +91,7 @@ def _take(x: Tensor, dim: int, index: Tensor) -> Tensor:
 
 def merge(groups: Groups) -> AxisMap:
     """Coalesce: each group becomes one entry. Writers are averaged, readers summed."""
+    partition(groups, sum(map(len, groups)), "merge")
     k = max(len(group) for group in groups)
     index = torch.tensor([[*group, *[group[0]] * (k - len(group))] for group in groups])
     live = torch.tensor([[j < len(group) for j in range(k)] for group in groups], dtype=torch.float64)
@@ -103,6 +104,7 @@ def split(groups: Groups, noise: float = 0.0, seed: int = 0) -> AxisMap:
     Each share is (1 + noise * e) / group size, the e of a group drawn uniformly from [-1, 1] and centred, so that
     shares add up to 1 (lossless). Equal copies would get equal gradients for ever; uneven shares tell them apart.
     """
+    partition(groups, sum(map(len, groups)), "split")
     draw = random.Random(seed)
     index, read = [0] * sum(map(len, groups)), [0.0] * sum(map(len, groups))
     for entry, group in enumerate(groups):

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from mlframe.errors import ConfigError
 from mlframe.levels import Level
 from mlframe.plan import Phase, Plan
 from mlframe.schedule import Schedule
@@ -31,6 +32,8 @@ class LevelModule(pl.LightningModule):
     """
 
     unit = "samples"
+    logged: tuple[str, ...] = ()
+    """The metrics that a callback may monitor; empty: not checked."""
 
     def __init__(
         self,
@@ -78,6 +81,10 @@ class LevelModule(pl.LightningModule):
         scheduler = LambdaLR(optimizer, lambda step: self._schedule.factor(self.plan, start + step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def on_fit_start(self) -> None:
+        if len(self.plan.phases) > 1 and not hasattr(self.trainer.fit_loop, "finish_phases"):
+            raise ConfigError("a plan of several phases needs VCycleLoop.attach(trainer, module) before trainer.fit")
+
     def log_rate(self) -> None:
         self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"])
 
@@ -100,6 +107,7 @@ class ImageClassification(LevelModule):
     """
 
     unit = "images"
+    logged = ("val/loss", "val/acc", "train/loss", "train/lr")
 
     def __init__(
         self, *args: Any, label_smoothing: float = 0.1, mixup: Mapping[str, Any] | None = None, **kwargs: Any

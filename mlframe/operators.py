@@ -23,11 +23,14 @@ from mlframe.axes import LAYERS, Architecture, Axes, Match, Sizes, State
 from mlframe.maps import AxisMap, NewLayers, Scheme, merge, merge_layers, split, split_layers
 
 
+@torch.no_grad()
 def resize(state: State, architecture: Architecture, sizes: Sizes, maps: Mapping[str, AxisMap]) -> dict[str, Tensor]:
     """Apply `maps` (axis name -> matrix) to every tensor of `state`, whose axes have the lengths `sizes`.
 
     Raises ValueError where a name is not in the architecture's table, a layer is missing or a length does not fit.
     """
+    if unknown := sorted(maps.keys() - architecture.axes):
+        raise ValueError(f"{architecture.name}: no tensor has an axis {unknown}; there are {sorted(architecture.axes)}")
     layers = maps.get(LAYERS)
     out: dict[str, Tensor] = {}
     blocks: dict[str, dict[int, str]] = defaultdict(dict)
@@ -145,11 +148,14 @@ def decoalesce(
     return resize(state, architecture, sizes, maps)
 
 
+@torch.no_grad()
 def interpolate(large: State, grown: State, alpha: float) -> dict[str, Tensor]:
     """(1 - alpha) * large + alpha * grown, in float32 at least; what is not floating point comes from `large`.
 
     alpha 0 is exactly `large` and 1 exactly `grown`. Raises ValueError where names or shapes differ.
     """
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"alpha={alpha}: between 0 (large) and 1 (grown)")
     _same(large, grown)
     out: dict[str, Tensor] = {}
     for name, a in large.items():

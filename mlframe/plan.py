@@ -40,6 +40,11 @@ class Plan:
     split_noise: float = 0.0
 
     def __post_init__(self) -> None:
+        for phase in self.phases:
+            if not 0 <= phase.level < len(self.levels) or not 0 <= phase.alpha <= 1:
+                raise ConfigError(f"plan: {phase} needs a level of 0 to {len(self.levels) - 1} and an alpha of 0 to 1")
+            if type(phase.steps) is not int:
+                raise ConfigError(f"plan: {phase.steps} steps in phase {phase.name!r}; steps are whole numbers")
         for a, b in zip(self.phases, self.phases[1:], strict=False):
             if abs(a.level - b.level) != 1:
                 raise ConfigError(f"plan: phase {b.name!r} is not one level from {a.name!r} ({a.level} to {b.level})")
@@ -126,7 +131,9 @@ def vcycle(
 
 
 def _each(name: str, value: Any, n: int) -> list[Any]:
-    values = list(value) if isinstance(value, Sequence) else [value] * n
+    values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * n
+    if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+        raise ConfigError(f"plan.{name}={value}: a number, or a list of them")
     if len(values) != n:
         raise ConfigError(
             f"plan.{name}={values}: {len(values)} values for {n + 1} levels, which need {n} (or one for all)"

@@ -43,7 +43,11 @@ class Rows(Logger):
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         row = {"step": step, **metrics}
         if self._columns is None:
-            kept = [old for old in read_rows(self.path) if step is None or int(old["step"]) < step]
+            kept = [
+                old
+                for old in read_rows(self.path)
+                if step is None or (old["step"].isdigit() and int(old["step"]) < step)
+            ]
             self._rewrite(kept, row)
         elif set(row) - set(self._columns):
             self._rewrite(read_rows(self.path), row)

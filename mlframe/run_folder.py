@@ -16,6 +16,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from mlframe.errors import ConfigError
@@ -23,7 +24,8 @@ from mlframe.plan import Plan
 
 _LEFT = ("results.json", "metrics.csv", "plan.json", "checkpoints", "final")
 
-_FREE = ("resume", "run_dir")  # may differ when a run goes on
+_FREE = ("resume", "run_dir", "trainer.max_time", "data.workers", "logger", "callbacks.progress")
+"""May differ when a run goes on: they do not change what is computed."""
 
 
 def check_same(folder: Path, config: DictConfig) -> None:
@@ -31,14 +33,27 @@ def check_same(folder: Path, config: DictConfig) -> None:
     path = folder / "config.yaml"
     if not path.exists():
         return
-    old, new = OmegaConf.to_container(OmegaConf.load(path)), OmegaConf.to_container(config, resolve=True)
-    assert isinstance(old, dict)
-    differing = _differing({key: value for key, value in old.items() if key not in _FREE}, new)
+    old = OmegaConf.load(path)
+    if not isinstance(old, DictConfig) or "run_dir" not in old:
+        raise ConfigError(f"{path} is not a whole configuration: remove it, or begin the folder again (resume=never)")
+    # The folder may have moved since, and paths in it with it.
+    moved = OmegaConf.create(OmegaConf.to_yaml(old).replace(str(old.run_dir), str(config.run_dir)))
+    differing = _differing(OmegaConf.to_container(moved), OmegaConf.to_container(config, resolve=True))
     if differing:
         raise ConfigError(
             f"{folder} holds a run with another configuration ({'; '.join(differing)}): "
             "name this one differently (name=...) or begin the folder again (resume=never)"
         )
+
+
+def _differing(old: Any, new: Any, key: str = "") -> list[str]:
+    """The keys below which two configurations differ."""
+    if key in _FREE:
+        return []
+    if isinstance(old, dict) and isinstance(new, dict):
+        below = dict.fromkeys([*old, *new])
+        return [line for k in below for line in _differing(old.get(k), new.get(k), f"{key}.{k}".lstrip("."))]
+    return [] if old == new else [f"{key} was {old}, is {new}"]
 
 
 def begin(folder: Path, config: DictConfig) -> None:
@@ -54,11 +69,16 @@ def _unlink(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _differing(old: Any, new: Any, prefix: str = "") -> list[str]:
-    """The keys below which two configurations differ, of those that the old one has."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        return [line for key in old for line in _differing(old[key], new.get(key), f"{prefix}{key}.")]
-    return [] if old == new else [f"{prefix[:-1]} was {old}, is {new}"]
+def last_checkpoint(folder: Path) -> Path | None:
+    """Where an unfinished run goes on, or None. Raises ConfigError where the file is damaged."""
+    path = folder / "checkpoints" / "last.ckpt"
+    if not path.exists():
+        return None
+    try:
+        torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        raise ConfigError(f"{path} cannot be read ({type(error).__name__}): remove it, or add resume=never") from error
+    return path
 
 
 def write_plan(folder: Path, plan: Plan, samples_per_step: int) -> None:

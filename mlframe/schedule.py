@@ -41,8 +41,16 @@ class Schedule:
         for name, value, allowed in (("shape", self.shape, _SHAPES), ("span", self.span, ("cycle", "phase"))):
             if value not in allowed:
                 raise ConfigError(f"schedule.{name}={value}: one of {', '.join(allowed)}")
-        if not self.levels:
-            raise ConfigError("schedule.levels: at least one factor")
+        for key, budget in (("warmup", self.warmup), ("decay", self.decay)):
+            if not _number(budget) or not 0 <= budget <= (1 if isinstance(budget, float) else math.inf):
+                raise ConfigError(f"schedule.{key}={budget}: a fraction between 0.0 and 1.0, or steps as an int")
+        if not _number(self.final) or not 0 <= self.final <= 1:
+            raise ConfigError(f"schedule.final={self.final}: the last rate over the peak, between 0 and 1")
+        if type(self.rewarm) is not int or self.rewarm < 0:
+            raise ConfigError(f"schedule.rewarm={self.rewarm}: steps, 0 or more")
+        levels = self.levels if isinstance(self.levels, Sequence) and not isinstance(self.levels, str) else ()
+        if not levels or not all(_number(factor) and factor > 0 for factor in levels):
+            raise ConfigError(f"schedule.levels={self.levels}: a list of at least one factor above 0")
 
     def factor(self, plan: Plan, step: int) -> float:
         """What the optimizer's rate is multiplied by in optimizer step `step` of the plan (0-based)."""
@@ -61,6 +69,10 @@ class Schedule:
         ramp = min(1.0, (t + 1) / warmup) if warmup else 1.0
         u = min(1.0, max(0, t - warmup) / max(1, total - warmup))
         return ramp * _SHAPES[self.shape](u, t, total, decay, self.final)
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _steps(budget: Budget, total: int) -> int:

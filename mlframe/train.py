@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from hydra.utils import get_object, instantiate
 from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from rich import box
@@ -38,6 +40,7 @@ from mlframe.rows import Rows
 
 _PACKAGED = Path(__file__).parent / "conf"
 CONF = _PACKAGED if _PACKAGED.exists() else Path(__file__).parents[1] / "conf"
+_NOISE = re.compile(r"GPU available|TPU available|💡|`Trainer\.fit` stopped|Running in `fast_dev_run`")
 console = Console(highlight=False, soft_wrap=True, quiet=rank_zero_only.rank != 0)
 
 
@@ -57,12 +60,14 @@ def one_line() -> Iterator[None]:
     """Whatever is wrong with what was asked for becomes a ConfigError of one line."""
     try:
         yield
+    except ConfigError:
+        raise
     except InstantiationException as error:
         cause = error.__cause__ or error
         raise ConfigError(
             f"{error.full_key}: {_flat(cause)}" if hasattr(error, "full_key") else _flat(cause)
         ) from error
-    except (ValueError, TypeError, KeyError, ImportError, OSError, AssertionError) as error:
+    except Exception as error:  # libraries raise all sorts
         raise ConfigError(_flat(error)) from error
 
 
@@ -88,16 +93,18 @@ def train(config: DictConfig) -> dict[str, Any]:
         VCycleLoop.attach(trainer, module)
         data.trainer = trainer  # as Lightning does at the start of a fit
         data.setup("fit")
-        data.train_dataloader()  # what it refuses, it refuses here
+        # What these refuse, they refuse here and not in the middle of a fit.
+        data.train_dataloader()
+        module.configure_model()
+        module.configure_optimizers()
         samples = config.data.batch_size * trainer.accumulate_grad_batches * trainer.world_size
         if not trainer.fast_dev_run:
             open_run(config, trainer, plan, samples)
     console.print(describe(plan, samples))
-    last = folder / "checkpoints" / "last.ckpt"
-    go_on = config.resume == "auto" and last.exists() and not trainer.fast_dev_run
-    if go_on:
+    last = None if trainer.fast_dev_run else run_folder.last_checkpoint(folder)
+    if last is not None:
         console.print(f"Going on from {last}")
-    trainer.fit(module, datamodule=data, ckpt_path=last if go_on else None)
+    trainer.fit(module, datamodule=data, ckpt_path=last)
     if trainer.fast_dev_run:
         console.print(f"fast_dev_run: all {len(plan.phases)} phases ran; nothing was written")
         return {}
@@ -114,6 +121,8 @@ def build(config: DictConfig) -> tuple[Plan, Any, LevelModule]:
         plan = plan.shortened(int(config.trainer.fast_dev_run))
     data = instantiate(config.data)
     schedule = instantiate(config.schedule)
+    if model["task"].get("mixup") and config.data.batch_size % 2:
+        raise ConfigError(f"data.batch_size={config.data.batch_size}: mixup takes images in pairs, so an even number")
     module = instantiate(config.model.task)(
         plan=plan, optimizer=instantiate(config.optimizer, _convert_="all"), schedule=schedule, seed=config.seed
     )
@@ -151,11 +160,15 @@ def finish(config: DictConfig, trainer: pl.Trainer, module: LevelModule, data: A
     """Evaluate the trained network, save it, and say what it can do and what it cost."""
     folder, plan = Path(config.run_dir), module.plan
     if _stopped_short(trainer, module):
+        more = " with a larger trainer.max_time" if _out_of_time(trainer) else ""
         console.print(
             f"Stopped in phase {module.phase_index + 1}/{len(plan.phases)}, step {trainer.global_step:,} of "
-            f"{plan.steps:,}; the same command goes on from there"
+            f"{plan.steps:,}; the same command{more} goes on from there"
         )
         return {}
+    if trainer.is_global_zero:
+        assert module.network is not None
+        module.level.architecture.save(module.network, module.level.config, folder / "final", data.about())
     ledger = next(callback for callback in trainer.callbacks if isinstance(callback, Ledger))
     results: dict[str, Any] = {}
     for evaluate in (trainer.validate, trainer.test):
@@ -174,9 +187,6 @@ def finish(config: DictConfig, trainer: pl.Trainer, module: LevelModule, data: A
         },
     }
     if trainer.is_global_zero:
-        level = module.level
-        assert module.network is not None
-        level.architecture.save(module.network.cpu(), level.config, folder / "final", data.about())
         run_folder.write_results(folder, results)
         report(folder, results)
     return results
@@ -186,8 +196,11 @@ def _stopped_short(trainer: pl.Trainer, module: LevelModule) -> bool:
     """Out of time, or stopped before the last phase; early stopping in the last phase is an end."""
     if trainer.global_step >= module.plan.steps:
         return False
-    out_of_time = any(isinstance(c, Timer) and (c.time_remaining() or 0) <= 0 for c in trainer.callbacks)
-    return out_of_time or module.phase_index < len(module.plan.phases) - 1
+    return _out_of_time(trainer) or module.phase_index < len(module.plan.phases) - 1
+
+
+def _out_of_time(trainer: pl.Trainer) -> bool:
+    return any(isinstance(c, Timer) and (c.time_remaining() or 0) <= 0 for c in trainer.callbacks)
 
 
 def report(folder: Path, results: dict[str, Any]) -> None:
@@ -232,15 +245,22 @@ def _hydra_main(config: DictConfig) -> None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise
         logging.getLogger("mlframe").debug("", exc_info=True)
-        sys.exit(f"mlframe-train: {error}")
+        sys.exit(
+            f"mlframe-train: {str(error).strip().splitlines()[-1]}"
+        )  # a loader's worker sends a traceback before it
+    except SIGTERMException:
+        console.print("Stopped by SIGTERM; the same command goes on from the last checkpoint")
+        sys.exit(128 + signal.SIGTERM)
     finally:
         wandb_logger.finish(failed)
 
 
 def main() -> None:
     """The console script `mlframe-train`."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # it announces absent GPUs and its own products
+    # Lightning announces absent GPUs and its own products; its profiler's report comes by the same way, and stays.
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: not _NOISE.match(record.msg))
     warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`")  # Lightning's own call of torch
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")  # that is how a run goes on
     _hydra_main()
 
 

@@ -9,6 +9,7 @@ import torch
 from conftest import TINY, VITS
 
 from mlframe.architectures import VIT
+from mlframe.errors import ConfigError
 from mlframe.flops import count
 from mlframe.levels import make_levels
 
@@ -47,6 +48,20 @@ def test_published_sizes_equal_the_count(name: str) -> None:
         assert counted(dict(level.config), 1) == level.flops
 
 
+@pytest.mark.parametrize(
+    "name", ["deit3_small_patch16_224", "vit_small_patch14_reg4_dinov2", "vit_base_patch16_gap_224"]
+)
+def test_other_vits_of_timm_equal_the_count(name: str) -> None:
+    for level in make_levels(VIT, {"model_name": name, "img_size": 224}):
+        assert counted({**level.config}, 1) == level.flops
+
+
+@pytest.mark.parametrize("key", ["patch_drop_rate", "dynamic_img_size", "dynamic_img_pad"])
+def test_what_would_make_the_count_vary_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}=0.5: the number of tokens would vary"):
+        make_levels(VIT, {**CASE, key: 0.5})
+
+
 def test_eager_attention_on_the_cpu_counts_the_same() -> None:
     network = VIT.build(CASE)
     for block in network.blocks:  # type: ignore[union-attr]
@@ -56,8 +71,10 @@ def test_eager_attention_on_the_cpu_counts_the_same() -> None:
 
 def test_attention_is_quadratic_in_the_tokens_and_the_rest_linear() -> None:
     one, four = make_levels(VIT, TINY)[0].sizes, make_levels(VIT, {**TINY, "img_size": 32})[0].sizes
-    assert (one["pos"], four["pos"]) == (5, 17)
-    attention = {sizes["pos"]: 3 * sizes["layers"] * 4 * sizes["pos"] ** 2 * sizes["embed"] for sizes in (one, four)}
+    assert (one["tokens"], four["tokens"]) == (5, 17)
+    attention = {
+        sizes["tokens"]: 3 * sizes["layers"] * 4 * sizes["tokens"] ** 2 * sizes["embed"] for sizes in (one, four)
+    }
     rest = {n: VIT.flops(s) - attention[n] - 3 * 2 * s["embed"] * s["classes"] - 4 * s["patches"] * 64 * s["embed"]
             for n, s in ((5, one), (17, four))}  # fmt: skip
     assert rest[5] * 17 == rest[17] * 5

@@ -39,6 +39,8 @@ def test_the_mlp_ratio_is_free() -> None:
     assert (level.sizes["embed"], level.sizes["mlp"]) == (16, 32)
     kept = make_levels(VIT, TINY, heads=1, mlp=4, layers=1)[1]
     assert (kept.sizes["embed"], kept.sizes["mlp"]) == (32, 32)
+    odd = make_levels(VIT, {**TINY, "embed_dim": 176, "num_heads": 4, "mlp_ratio": 436 / 176 + 1e-3}, layers=1)[1]
+    assert (odd.sizes["embed"], odd.sizes["mlp"]) == (88, 218), "int(88 * (218 / 88)) is 217"
 
 
 def test_stacked_pairs_and_explicit_groups_of_any_size() -> None:

@@ -11,8 +11,8 @@ from lightning.pytorch import loops
 from lightning.pytorch.trainer import call
 
 USED = {
-    "_FitLoop": ["on_run_end", "load_state_dict", "state_dict", "total_batch_idx"],
-    "_TrainingEpochLoop": ["advance", "global_step", "restarted_on_last", "_should_check_val_fx"],
+    "_FitLoop": ["on_run_end", "setup_data", "load_state_dict", "state_dict", "total_batch_idx"],
+    "_TrainingEpochLoop": ["advance", "on_advance_end", "global_step", "restarted_on_last", "_should_check_val_fx"],
     "_EvaluationLoop": ["restarted_mid_evaluation"],
 }
 
@@ -43,9 +43,11 @@ def test_signatures() -> None:
 
 
 def test_the_loop_state_that_the_epoch_repair_rewrites() -> None:
-    state = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False).fit_loop.state_dict()
+    loop = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False).fit_loop
+    state = loop.state_dict()
     assert set(state["epoch_progress"]) >= {"total", "current"}, moved("the key epoch_progress")
     assert "is_last_batch" in state["epoch_loop.batch_progress"], moved("the key epoch_loop.batch_progress")
     assert "_batches_that_stepped" in state["epoch_loop.state_dict"], moved("the key _batches_that_stepped")
+    assert hasattr(loop, "max_batches"), moved("_FitLoop.max_batches")
     step = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
     assert "completed" in step["total"], moved("the optimizer's step counter")

@@ -203,5 +203,11 @@ def test_what_does_not_fit_is_named() -> None:
     part = {name: x for name, x in state.items() if not name.startswith("blocks.2.")}
     with pytest.raises(ValueError, match=r"blocks\.\{layers\}\.norm1\.weight: layers \[0, 1, 3\] instead of 0 to 3"):
         coalesce(part, VIT, sizes, {"layers": adjacent(4, 2)})
+    with pytest.raises(ValueError, match=r"no tensor has an axis \['hedas'\]"):
+        coalesce(state, VIT, sizes, {"hedas": adjacent(4, 2)})
+    with pytest.raises(ValueError, match="each of 0 to 3 exactly once"):
+        coalesce(state, VIT, sizes, {"heads": ((0, 1), (2, 2))})
+    with pytest.raises(ValueError, match=r"alpha=3"):
+        interpolate(state, state, 3)
     with pytest.raises(ValueError, match=r"cls_token \(_ _ embed\): the map resizes 64 entries"):
         coalesce(state, VIT, sizes, {"embed": adjacent(64, 32)})

@@ -13,6 +13,7 @@ from small_fit import fit, same, weights
 
 from mlframe.checkpoint import LastCheckpoint
 from mlframe.ledger import Ledger
+from mlframe.rows import Rows, read_rows
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -29,6 +30,43 @@ def test_a_resume_from_any_step_ends_in_the_same_bits(accumulate: int, tmp_path:
         assert resumed.seen == whole.seen[step * accumulate :], f"from step {step}"
         counted = next(c for c in again.callbacks if isinstance(c, Ledger))
         assert (counted.total_flops, counted.samples) == (ledger.total_flops, ledger.samples)
+
+
+def test_a_kill_right_after_a_save_loses_no_row_and_no_validation(tmp_path: Path) -> None:
+    """Saves and validations fall on the same steps (3, 6, ...): the save comes after the validation."""
+
+    class Killed(RuntimeError):
+        pass
+
+    class Kill(pl.Callback):
+        def on_step_done(self, trainer: pl.Trainer) -> None:
+            if trainer.global_step == 21:
+                raise Killed
+
+    def run(name: str, *more: pl.Callback, ckpt: Path | None = None) -> None:
+        best = ModelCheckpoint(
+            tmp_path / name, "{step}", monitor="val/loss", save_top_k=-1, enable_version_counter=False
+        )
+        last = LastCheckpoint(tmp_path / name, every=3)
+        settings: dict[str, Any] = {
+            "enable_checkpointing": True,
+            "val_check_interval": 3,
+            "logger": Rows(tmp_path / name),
+        }
+        fit(callbacks=(best, *more, last), ckpt=ckpt, **settings)
+
+    run("whole")
+    kill = Kill()
+    with pytest.raises(Killed):
+        run("killed", kill)
+    # `Kill` stands before the save of step 21 in the list: what is there is the save of step 18.
+    assert torch.load(tmp_path / "killed" / "last.ckpt")["global_step"] in (18, 21)
+    run("killed", ckpt=tmp_path / "killed" / "last.ckpt")
+    rows = [[{k: v for k, v in row.items() if k != "wall_time"} for row in read_rows(tmp_path / name / "metrics.csv")]
+            for name in ("whole", "killed")]  # fmt: skip
+    assert rows[0] == rows[1]
+    kept = [sorted(path.name for path in (tmp_path / name).glob("step=*.ckpt")) for name in ("whole", "killed")]
+    assert kept[0] == kept[1] == ["step=21.ckpt", "step=24.ckpt"]
 
 
 def test_a_checkpoint_holds_tensors_and_plain_containers_and_the_parked_weights(tmp_path: Path) -> None:

@@ -70,6 +70,13 @@ def test_no_warmup_is_no_ramp() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"warmup": -1}, r"schedule\.warmup=-1"),
+        ({"warmup": 5.0}, r"schedule\.warmup=5\.0: a fraction"),
+        ({"decay": "x"}, r"schedule\.decay=x"),
+        ({"final": 2}, r"schedule\.final=2"),
+        ({"rewarm": -3}, r"schedule\.rewarm=-3"),
+        ({"levels": [1.0, -2.0]}, r"schedule\.levels"),
+        ({"levels": "ab"}, r"schedule\.levels"),
         ({"shape": "cos"}, "schedule.shape=cos: one of"),
         ({"span": "epoch"}, "schedule.span=epoch"),
         ({"levels": []}, "at least one"),

@@ -14,6 +14,8 @@ import numpy as np
 import torchvision.datasets
 from PIL import Image
 
+from mlframe.errors import ConfigError
+
 TORCHVISION_SETS = ("FashionMNIST", "MNIST", "CIFAR10", "CIFAR100")
 SOCKET_SECONDS = 10  # a closed network must fail, not hang
 DOWNLOAD_ERRORS = (OSError, RuntimeError, http.client.HTTPException)  # what torchvision's downloads raise
@@ -87,9 +89,11 @@ def _open(path: str) -> Image.Image:
     try:
         with Image.open(path) as image:
             image.load()
-            return image
     except (OSError, SyntaxError) as error:
-        raise ValueError(f"{path} does not decode ({error}): repair it or take it away") from error
+        raise ConfigError(f"{path} does not decode ({error}): repair it or take it away") from error
+    if image.mode[0] in "IF":
+        raise ConfigError(f"{path} has more than 8 bits a value (PIL mode {image.mode}): convert it to 8 bits first")
+    return image
 
 
 def torchvision_set(name: str, folder: str | Path) -> Splits:
