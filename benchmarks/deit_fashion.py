@@ -47,7 +47,7 @@ def summarise(runs: dict[tuple[str, int], Path]) -> None:
     rows = []
     for (method, seed), folder in runs.items():
         results = json.loads((folder / "results.json").read_text())
-        rows.append({"method": method, "seed": seed, **results})
+        rows.append({"method": method, "seed": seed, **{k: v for k, v in results.items() if k != "levels"}})
     with RESULTS.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()

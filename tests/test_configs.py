@@ -111,3 +111,17 @@ def test_run_folders_are_safe_and_never_the_same_for_different_overrides() -> No
         assert os.sep not in name
         assert len(name) < 160
         assert not name.startswith(".")
+
+
+def readme_commands() -> list[list[str]]:
+    lines = (CONF.parent / "README.md").read_text().splitlines()
+    commands = [line.split("#")[0].split() for line in lines if line.startswith("mlframe-train ")]
+    return [
+        [word for word in words[1:] if not word.startswith("-")] for words in commands if "--config-dir" not in words
+    ]
+
+
+@pytest.mark.parametrize("overrides", readme_commands(), ids=" ".join)
+def test_every_command_of_the_readme_composes_and_builds(overrides: list[str], tmp_path: Path) -> None:
+    first = [override.split(",")[0] if "[[" not in override else override for override in overrides]  # of a sweep
+    build(composed(tmp_path, *first))
