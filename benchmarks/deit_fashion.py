@@ -47,7 +47,9 @@ def summarise(runs: dict[tuple[str, int], Path]) -> None:
     rows = []
     for (method, seed), folder in runs.items():
         results = json.loads((folder / "results.json").read_text())
-        rows.append({"method": method, "seed": seed, **{k: v for k, v in results.items() if k != "levels"}})
+        # No wall_time: runs of this table may share the machine with others.
+        kept = {key: value for key, value in results.items() if key not in ("levels", "wall_time")}
+        rows.append({"method": method, "seed": seed, **kept})
     with RESULTS.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()

@@ -26,7 +26,7 @@ from mlframe.transition import transition
 
 
 class VCycleLoop(_FitLoop):
-    """Runs `module.plan`. `phase_start` is the optimizer step at which the current phase began."""
+    """Runs `module.plan`: stock Lightning, but for a transition before the first batch of each later phase."""
 
     def __init__(self, trainer: pl.Trainer, module: LevelModule) -> None:
         stock = trainer.fit_loop

@@ -40,7 +40,6 @@ from mlframe.rows import Rows
 
 _PACKAGED = Path(__file__).parent / "conf"
 CONF = _PACKAGED if _PACKAGED.exists() else Path(__file__).parents[1] / "conf"
-_NOISE = re.compile(r"GPU available|TPU available|💡|`Trainer\.fit` stopped|Running in `fast_dev_run`")
 console = Console(highlight=False, soft_wrap=True, quiet=rank_zero_only.rank != 0)
 
 
@@ -104,7 +103,7 @@ def train(config: DictConfig) -> dict[str, Any]:
     last = None if trainer.fast_dev_run else run_folder.last_checkpoint(folder)
     if last is not None:
         console.print(f"Going on from {last}")
-    trainer.fit(module, datamodule=data, ckpt_path=last)
+    trainer.fit(module, datamodule=data, ckpt_path=last, weights_only=True)
     if trainer.fast_dev_run:
         console.print(f"fast_dev_run: all {len(plan.phases)} phases ran; nothing was written")
         return {}
@@ -148,10 +147,10 @@ def build_trainer(config: DictConfig, plan: Plan) -> pl.Trainer:
 def open_run(config: DictConfig, trainer: pl.Trainer, plan: Plan, samples: int) -> None:
     """The run's folder and its loggers."""
     folder = Path(config.run_dir)
+    trainer.loggers = [Rows(folder), *(instantiate(logger) for logger in config.logger.values() if logger)]
     if trainer.is_global_zero:
         run_folder.begin(folder, config)
         run_folder.write_plan(folder, plan, samples)
-    trainer.loggers = [Rows(folder), *(instantiate(logger) for logger in config.logger.values() if logger)]
     for logger in trainer.loggers:
         logger.log_hyperparams(_plain(config))
 
@@ -245,9 +244,8 @@ def _hydra_main(config: DictConfig) -> None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             raise
         logging.getLogger("mlframe").debug("", exc_info=True)
-        sys.exit(
-            f"mlframe-train: {str(error).strip().splitlines()[-1]}"
-        )  # a loader's worker sends a traceback before it
+        line = str(error).strip().splitlines()[-1]  # a loader's worker sends a traceback before it
+        sys.exit(f"mlframe-train: {line}")
     except SIGTERMException:
         console.print("Stopped by SIGTERM; the same command goes on from the last checkpoint")
         sys.exit(128 + signal.SIGTERM)
@@ -257,8 +255,9 @@ def _hydra_main(config: DictConfig) -> None:
 
 def main() -> None:
     """The console script `mlframe-train`."""
-    # Lightning announces absent GPUs and its own products; its profiler's report comes by the same way, and stays.
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: not _NOISE.match(record.msg))
+    # Lightning announces absent GPUs, defaults and its own products; of its messages only a profiler's report stays.
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)
     warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`")  # Lightning's own call of torch
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")  # that is how a run goes on
     _hydra_main()

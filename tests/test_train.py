@@ -54,6 +54,37 @@ def test_a_run_that_dies_goes_on_to_the_same_weights_and_rows(
     assert untimed(tmp_path / "whole") == untimed(tmp_path / "stopped")
 
 
+def test_a_run_that_dies_after_training_is_not_trained_again(
+    image_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a broken test image")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageClassification, "test_step", broken)
+        with pytest.raises(RuntimeError, match="a broken test image"):
+            train(config_of(image_set, tmp_path))
+    assert (tmp_path / "final" / "model.safetensors").exists()
+    monkeypatch.setattr(ImageClassification, "training_step", broken)
+    results = train(config_of(image_set, tmp_path))
+    assert results["steps"] == 20
+    assert results["total_flops"] > 0
+
+
+def test_a_damaged_checkpoint_is_named(image_set: Path, tmp_path: Path) -> None:
+    train(config_of(image_set, tmp_path, "steps=4"))
+    (tmp_path / "results.json").unlink()
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    last.write_bytes(last.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=r"last\.ckpt cannot be read .*: remove it, or add resume=never"):
+        train(config_of(image_set, tmp_path, "steps=4"))
+
+
+def test_a_run_out_of_time_goes_on_with_more_of_it(image_set: Path, tmp_path: Path) -> None:
+    assert train(config_of(image_set, tmp_path, "trainer.max_time={seconds: 0}")) == {}
+    assert train(config_of(image_set, tmp_path, "trainer.max_time={minutes: 5}"))["steps"] == 20
+
+
 def test_another_configuration_does_not_go_on_in_the_folder(image_set: Path, tmp_path: Path) -> None:
     train(config_of(image_set, tmp_path, "steps=4"))
     with pytest.raises(ConfigError, match=r"another configuration \(optimizer\.lr was 0\.002, is 0\.5\)"):
