@@ -44,7 +44,7 @@ class CycleProgress(ProgressBar):
         self._bars = Progress(
             TextColumn("{task.description}"), BarColumn(30), TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
             TimeElapsedColumn(), TextColumn("<"), TimeRemainingColumn(), TextColumn("{task.fields[status]}"),
-            console=self._console, transient=True,
+            console=self._console, transient=True, refresh_per_second=2,  # drawing takes time from training
         )  # fmt: skip
         self._bars.start()
         self.on_phase_start(trainer, pl_module)
