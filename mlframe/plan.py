@@ -64,9 +64,6 @@ class Plan:
         """Optimizer steps of all phases."""
         return sum(phase.steps for phase in self.phases)
 
-    def level_of(self, phase: int) -> Level:
-        return self.levels[self.phases[phase].level]
-
     def start(self, phase: int) -> int:
         """The optimizer step at which a phase starts."""
         return sum(p.steps for p in self.phases[:phase])
