@@ -17,7 +17,7 @@ pip_install = .venv/bin/python -m pip install --quiet --disable-pip-version-chec
 endif
 
 .NOTPARALLEL: # so that `make -j clean install` is clean, then install
-.PHONY: help install train-deit test lint format types bench notebooks clean
+.PHONY: help install train-deit train-bert train-gpt test lint format types bench notebooks clean
 
 help:  ## list these targets (the default)
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / {printf "%-12s %s\n", $$1, $$2}' Makefile
@@ -35,6 +35,14 @@ install: .venv/.installed  ## build .venv, or bring it up to date
 
 train-deit: .venv/.installed  ## train a small DeiT on Fashion-MNIST in a V-cycle
 	.venv/bin/mlframe-train experiment=deit_fashion $(ARGS)
+
+train-bert: .venv/.installed  ## train a small BERT on API documentation in a V-cycle, then its control
+	.venv/bin/mlframe-train experiment=bert_docs $(ARGS)
+	.venv/bin/mlframe-train experiment=bert_docs plan=control $(ARGS)
+
+train-gpt: .venv/.installed  ## train a small GPT-2 on API documentation in a V-cycle, then its control
+	.venv/bin/mlframe-train experiment=gpt_docs $(ARGS)
+	.venv/bin/mlframe-train experiment=gpt_docs plan=control $(ARGS)
 
 test: .venv/.installed  ## run the tests
 	.venv/bin/python -m pytest $(ARGS)

@@ -1,42 +1,71 @@
-"""Time and peak memory of one coalesce + decoalesce + interpolate of DeiT-B (86 M parameters) on one thread.
+"""Time and peak memory of one coalesce + decoalesce + interpolate on one thread.
 
-python benchmarks/operators.py
+python benchmarks/operators.py [DeiT-B | BERT-Large]        (default: both, each in a process of its own)
 """
 
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 import time
 from itertools import pairwise
 
 import torch
 
-from mlframe import architectures, maps, operators
+from mlframe import BERT, VIT, coalesce, decoalesce, interpolate, make_levels
+from mlframe.operators import ties
+
+BERT_LARGE = {
+    "vocab_size": 30522, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "intermediate_size": 4096,
+}  # fmt: skip
+NETWORKS = {
+    "DeiT-B": (VIT, {"model_name": "deit_base_patch16_224"}, {}),
+    "BERT-Large": (BERT, BERT_LARGE, {"tokens": 128, "predictions": 19}),
+}
+
+
+def size(state: dict[str, torch.Tensor]) -> float:
+    """GiB of the weights, tied ones once."""
+    tied = ties(state)
+    return sum(x.numel() * x.element_size() for name, x in state.items() if name not in tied) / 2**30
+
+
+def peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def measure(name: str) -> None:
+    torch.set_num_threads(1)
+    architecture, config, sample = NETWORKS[name]
+    above, below = make_levels(architecture, config, sample=sample)
+    large = above.build().state_dict()
+    before = peak()
+    for run in range(5):
+        times = [time.perf_counter()]
+        small = coalesce(large, architecture, above.sizes, below.scheme)
+        times.append(time.perf_counter())
+        grown = decoalesce(small, architecture, below.sizes, below.scheme)
+        times.append(time.perf_counter())
+        mixed = interpolate(large, grown, 0.5)
+        times.append(time.perf_counter())
+        steps = ", ".join(f"{b - a:.2f}" for a, b in pairwise(times))
+        print(f"{name}, run {run}: {times[-1] - times[0]:.2f} s (coalesce, decoalesce, interpolate: {steps})")
+        models = sum(map(size, (large, small, grown, mixed)))
+        beyond = peak() - before + size(large)
+        print(
+            f"  peak {beyond:.2f} GiB, {beyond / models:.2f} x the large, small, grown and mixed weights ({models:.2f})"
+        )
+        del small, grown, mixed
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    vit = architectures.VIT
-    network = vit.build({"model_name": "deit_base_patch16_224"})
-    large, sizes = network.state_dict(), vit.sizes(network)
-    halves = {axis: maps.adjacent(sizes[axis], sizes[axis] // 2) for axis in ("heads", "embed", "mlp", "layers")}
-    small_sizes = sizes | {axis: len(groups) for axis, groups in halves.items()}
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for run in range(5):
-        times = [time.perf_counter()]
-        small = operators.coalesce(large, vit, sizes, halves)
-        times.append(time.perf_counter())
-        grown = operators.decoalesce(small, vit, small_sizes, halves)
-        times.append(time.perf_counter())
-        operators.interpolate(large, grown, 0.5)
-        times.append(time.perf_counter())
-        steps = ", ".join(f"{b - a:.3f}" for a, b in pairwise(times))
-        print(f"run {run}: {times[-1] - times[0]:.3f} s (coalesce, decoalesce, interpolate: {steps})")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    megabytes = sum(x.numel() * x.element_size() for x in large.values()) / 2**20
-    print(
-        f"peak memory beyond the network itself: {(peak - before) / 2**10:.0f} MiB (its weights: {megabytes:.0f} MiB)"
-    )
+    if len(sys.argv) > 1:
+        measure(sys.argv[1])
+        return
+    for name in NETWORKS:
+        subprocess.run([sys.executable, __file__, name], check=True)
 
 
 if __name__ == "__main__":

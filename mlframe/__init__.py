@@ -12,13 +12,14 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "axes": ["Architecture", "check"],
-    "architectures": ["VIT"],
+    "architectures": ["BERT", "BERT_PAPER", "GPT2", "GPT2_PAPER", "LLAMA", "VIT"],
     "operators": ["coalesce", "decoalesce", "interpolate", "resize"],
     "maps": ["AxisMap", "adjacent", "stacked"],
     "levels": ["Level", "make_levels"],
-    "plan": ["Phase", "Plan", "describe", "scratch", "vcycle"],
+    "plan": ["Phase", "Plan", "control", "describe", "scratch", "vcycle"],
     "schedule": ["Schedule"],
     "module": ["ImageClassification", "LevelModule"],
+    "language": ["CausalLM", "MaskedLM"],
     "loop": ["VCycleLoop"],
     "ledger": ["Ledger"],
     "errors": ["ConfigError"],

@@ -7,6 +7,7 @@ An axis string names the dimensions in stored order, einops-like:
     "embed"                             bias, norm or token: writes embed
     "<- embed"                          a vector that only reads embed
     "(3 heads head_dim) <- embed"       one dimension that fuses several axes, the last one fastest
+    "embed <- embed"                    writes an axis and reads it
     "embed <- _ _ _"                    "_" is a dimension without a name
     "+ embed <- mlp"                    "+": the output is added to the residual stream
 
@@ -80,9 +81,9 @@ def parse(text: str) -> Axes:
         first, second = body.split(arrows[0])
         sides = [(first, arrows[0] == "->"), (second, arrows[0] == "<-")]
     dims = tuple(dim for side, reads in sides for dim in _parse_side(text, side, reads))
-    names = [axis.name for dim in dims for axis in dim if axis.name != _ANONYMOUS and not axis.name.isdigit()]
-    if len(set(names)) < len(names):
-        raise ValueError(f"axis string {text!r}: a name stands twice")
+    named = [axis for dim in dims for axis in dim if axis.name != _ANONYMOUS and not axis.name.isdigit()]
+    if len(set(named)) < len(named):
+        raise ValueError(f"axis string {text!r}: a name stands twice on one side")
     if not dims:
         raise ValueError(f"axis string {text!r}: no axis")
     return Axes(text, dims, residual)
@@ -125,8 +126,11 @@ class Architecture:
     build: config -> network, freshly initialised (also on the meta device).
     sizes: network -> the length of every named axis, and whatever else `flops` needs.
     resized: sizes -> the config fields that give a network of these sizes.
-    flops: sizes -> forward + backward matmul FLOPs of one sample (design.md, "FLOPs").
-    save: (network, folder, about) -> None; writes the form that the family's own library loads.
+    flops: sizes -> forward + backward matmul FLOPs of one sample (design.md, "FLOPs"). What the data decides of a
+    sample's size (`tokens`, `predictions`) is among the sizes too.
+    save: (network, config, folder, about) -> None; writes the form that the family's own library loads.
+    load: (network, source) -> None; the weights of a folder that `save` wrote, or of a checkpoint of the library, into
+    the network. Raises ValueError where any weight is missing, left over or of another shape.
     """
 
     name: str
@@ -136,6 +140,7 @@ class Architecture:
     resized: Callable[[Sizes], dict[str, Any]]
     flops: Callable[[Sizes], int]
     save: Callable[..., None]
+    load: Callable[[torch.nn.Module, str], None]
 
     @property
     def axes(self) -> set[str]:
@@ -170,6 +175,11 @@ def _rules(items: tuple[tuple[str, str], ...]) -> list[tuple[str, Axes, re.Patte
             regex = re.escape(pattern).replace(re.escape("{layers}"), r"(\d+)")
             rules.append((pattern, parse(text), re.compile(regex)))
     return rules
+
+
+def query_heads(sizes: Sizes) -> int:
+    """The number of attention heads: of grouped queries, all that share the key and value heads."""
+    return sizes["heads"] if "heads" in sizes else sizes["kv_heads"] * sizes["group"]
 
 
 def check(state: State, architecture: Architecture, sizes: Sizes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from mlframe.module import LevelModule
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -46,5 +49,31 @@ class LastCheckpoint(Checkpoint):
         step, before = trainer.global_step, self._step
         self._step = step
         stops = trainer.should_stop or trainer.received_sigterm or step >= trainer.max_steps
+        if trainer.fast_dev_run:
+            return
         if step != before and (step % self.every == 0 or stops):
             trainer.save_checkpoint(self.path)
+
+
+class SaveLevels(pl.Callback):
+    """Saves each smaller level's network as it is left for the larger one: `folder`/1, `folder`/2, ..."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def on_phase_end(self, trainer: pl.Trainer, module: LevelModule) -> None:
+        upwards = module.plan.phases[module.phase_index + 1].level < module.level.index
+        if upwards and trainer.is_global_zero and not trainer.fast_dev_run:
+            save_network(trainer, module, self.folder / str(module.level.index))
+
+
+def save_network(trainer: pl.Trainer, module: LevelModule, folder: Path) -> None:
+    """The current network in the form of its own library, with what the data says of itself (a tokenizer, classes)."""
+    assert module.network is not None
+    about = trainer.datamodule.about() if trainer.datamodule is not None else {}
+    beside = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    module.level.architecture.save(module.network, module.level.config, beside, about)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(beside, folder)

@@ -13,19 +13,43 @@ from collections.abc import Callable
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mlframe.axes import Sizes
+from mlframe.axes import Sizes, query_heads
 
 
-def blocks(sizes: Sizes, tokens: int) -> int:
+def blocks(sizes: Sizes, tokens: int, mlp_matrices: int = 2) -> int:
     """Forward FLOPs of the transformer blocks on one sequence of `tokens` tokens.
 
-    A block: qkv and output projection, the two matmuls of full attention, a two-layer MLP.
+    A block: query, key, value and output projections (fewer keys and values with grouped queries), the two matmuls of
+    full attention, an MLP of two matrices, or of three where it is gated.
     """
-    embed, inner = sizes["embed"], sizes["heads"] * sizes["head_dim"]
-    projections = 2 * tokens * embed * inner * 4
+    embed, heads = sizes["embed"], query_heads(sizes)
+    inner, kv = heads * sizes["head_dim"], sizes.get("kv_heads", heads) * sizes["head_dim"]
+    projections = 2 * tokens * embed * (2 * inner + 2 * kv)
     attention = 2 * tokens * tokens * inner * 2
-    mlp = 2 * tokens * embed * sizes["mlp"] * 2
+    mlp = 2 * tokens * embed * sizes["mlp"] * mlp_matrices
     return sizes["layers"] * (projections + attention + mlp)
+
+
+def bert(sizes: Sizes) -> int:
+    """Training FLOPs of a sequence of `tokens`, whose head works on `predictions` of them: the masked ones."""
+    head = 2 * sizes["predictions"] * sizes["embed"] * (sizes["embed"] + sizes["vocab"])
+    return 3 * (blocks(sizes, sizes["tokens"]) + head)
+
+
+def causal(sizes: Sizes) -> int:
+    """Training FLOPs of a sequence of `tokens`, each of which predicts the next; the head counts once, tied or not."""
+    return 3 * (blocks(sizes, sizes["tokens"]) + 2 * sizes["predictions"] * sizes["embed"] * sizes["vocab"])
+
+
+def llama(sizes: Sizes) -> int:
+    """As `causal`, with the three matrices of a gated MLP."""
+    head = 2 * sizes["predictions"] * sizes["embed"] * sizes["vocab"]
+    return 3 * (blocks(sizes, sizes["tokens"], mlp_matrices=3) + head)
+
+
+def six_nd(parameters: int, tokens: int) -> int:
+    """The rule of thumb 6 N D (Kaplan et al., 2020, arXiv 2001.08361): 6 FLOPs for each parameter and token."""
+    return 6 * parameters * tokens
 
 
 def vit(sizes: Sizes) -> int:
@@ -45,3 +69,8 @@ def count(network: torch.nn.Module, loss: Callable[[torch.nn.Module], torch.Tens
     with FlopCounterMode(display=False) as counter:
         loss(network).backward()
     return counter.get_total_flops()
+
+
+def short(flops: float) -> str:
+    """As a table has room for it: 8.51e12."""
+    return f"{flops:.3g}".replace("e+", "e")

@@ -23,7 +23,7 @@ class LevelCost:
 class Ledger(pl.Callback):
     """Counts FLOPs (over all processes and accumulated micro-batches), samples and seconds of training.
 
-    Every row that a logger of the trainer gets carries `total_flops`, the samples (`images`), `wall_time` in seconds,
+    Every row that a logger of the trainer gets carries `total_flops`, `images` or `tokens`, `wall_time` in seconds,
     `level`, `phase` and `parameters`. FLOPs are Python integers, so they are exact. They never fall: the counts are
     part of the checkpoint. Evaluation and the operators are not training steps: their time counts, they have no FLOPs.
     """
@@ -64,7 +64,7 @@ class Ledger(pl.Callback):
     def row(self, module: LevelModule) -> dict[str, float]:
         return {
             "total_flops": self.total_flops,
-            module.unit: self.samples,
+            module.unit: self.samples * module.units,
             "wall_time": round(self.wall_time, 3),
             "level": module.level.index,
             "phase": module.phase_index,

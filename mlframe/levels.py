@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mlframe.axes import LAYERS, Architecture, Sizes, check
+from mlframe.axes import LAYERS, Architecture, Sizes, check, query_heads
 from mlframe.errors import ConfigError
 from mlframe.maps import Groups, Scheme, adjacent, partition, stacked
 
@@ -37,6 +37,11 @@ class Level:
     def build(self) -> nn.Module:
         return self.architecture.build(self.config)
 
+    @property
+    def shape(self) -> dict[str, int]:
+        """What a table of levels shows."""
+        return {"layers": self.sizes["layers"], "heads": query_heads(self.sizes), "width": self.sizes["embed"]}
+
 
 def make_levels(
     architecture: Architecture,
@@ -45,79 +50,108 @@ def make_levels(
     heads: Shrink = 2,
     mlp: Shrink = 2,
     layers: Shrink = 2,
+    sample: Mapping[str, int] | None = None,
 ) -> tuple[Level, ...]:
     """The full model and `count - 1` smaller ones, each with fewer heads, MLP neurons and layers than the last.
 
     The width of the residual stream follows the heads, whose own width (head_dim) never changes. 1 keeps an axis.
-    Groups given as lists are those of level 0, so they need `count` 2. Every level is built on the meta device and
-    checked against the architecture's table. Raises ConfigError where an axis does not divide.
+    Of grouped queries the key and value heads merge, each with its group; where they do not divide, the queries of
+    each group do. Groups given as lists are those of level 0, so they need `count` 2.
+    sample: what the data decides of a sample's size: of text `tokens`, and `predictions`, those that are predicted.
+    Every level is built on the meta device and checked against the architecture's table. Raises ConfigError where an
+    axis does not divide.
     """
     if not isinstance(count, int) or count < 1:
         raise ConfigError(f"levels.count={count}: a whole number, 1 or more")
-    levels = [_level(0, architecture, config, {})]
-    asked: dict[str, Shrink] = {"heads": heads, "mlp": mlp, LAYERS: layers}
+    levels = [_level(0, architecture, config, {}, sample or {})]
     for index in range(1, count):
         above = levels[-1]
         scheme = {}
-        for axis, shrink in asked.items():
+        heads_axis = _heads_axis(above, heads)
+        for key, axis, shrink in (("heads", heads_axis, heads), ("mlp", "mlp", mlp), (LAYERS, LAYERS, layers)):
             if isinstance(shrink, Sequence) and not isinstance(shrink, str) and count > 2:
                 raise ConfigError(
-                    f"levels.{axis}: groups are those of level 0, so they need levels.count=2, not {count}"
+                    f"levels.{key}: groups are those of level 0, so they need levels.count=2, not {count}"
                 )
-            scheme[axis] = _groups(axis, above, shrink)
-        scheme["embed"] = _embed_groups(above, len(scheme["heads"]))
+            scheme[axis] = _groups(f"levels.{key}", axis, above, shrink)
+        scheme["embed"] = _embed_groups(above, heads_axis, len(scheme[heads_axis]))
         scheme = {axis: groups for axis, groups in scheme.items() if len(groups) < above.sizes[axis]}
         if not scheme:
             raise ConfigError(
                 f"levels: level {index} would be as large as level {index - 1}; shrink heads, mlp or layers"
             )
         sizes = {**above.sizes, **{axis: len(groups) for axis, groups in scheme.items()}}
-        levels.append(_level(index, architecture, {**config, **architecture.resized(sizes)}, scheme, sizes))
+        smaller = {**config, **architecture.resized(sizes)}
+        levels.append(_level(index, architecture, smaller, scheme, sample or {}, sizes))
     return tuple(levels)
 
 
-def _groups(axis: str, above: Level, shrink: Shrink) -> Groups:
+def _heads_axis(above: Level, shrink: Shrink) -> str:
+    """The axis by which heads become fewer."""
+    if "kv_heads" not in above.sizes:
+        return "heads"
+    factor = 2 if shrink == "stacked" else shrink
+    by_group = isinstance(factor, int) and factor > 0 and above.sizes["kv_heads"] % factor
+    return "group" if by_group and above.sizes["group"] % factor == 0 else "kv_heads"  # type: ignore[operator]
+
+
+def _groups(key: str, axis: str, above: Level, shrink: Shrink) -> Groups:
     n = above.sizes[axis]
-    if isinstance(shrink, str) and shrink != "stacked":
-        raise ConfigError(f"levels.{axis}={shrink}: a number, 'stacked' or a list of groups")
     if isinstance(shrink, Sequence) and not isinstance(shrink, str):
         try:
-            return partition(shrink, n, f"levels.{axis}")
+            return partition(shrink, n, key)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-    factor = 2 if isinstance(shrink, str) else shrink
+    factor = 2 if shrink == "stacked" else shrink
     if type(factor) is not int:
-        raise ConfigError(f"levels.{axis}={shrink}: a whole number, 'stacked' or a list of groups")
+        raise ConfigError(f"{key}={shrink}: a whole number, 'stacked' or a list of groups")
     if factor < 1 or n % factor:
         raise ConfigError(
-            f"levels.{axis}={shrink}: the {n} {axis} of level {above.index} do not divide by {factor}; "
+            f"{key}={shrink}: the {n} {axis} of level {above.index} do not divide by {factor}; "
             f"use a factor of {n}, give the groups as lists, keep them with 1, or have fewer levels (levels.count)"
         )
-    return stacked(n, n // factor) if isinstance(shrink, str) else adjacent(n, n // factor)
+    return stacked(n, n // factor) if shrink == "stacked" else adjacent(n, n // factor)
 
 
-def _embed_groups(above: Level, heads: int) -> Groups:
+def _embed_groups(above: Level, axis: str, heads: int) -> Groups:
     """Groups of the residual stream, all of one size: LayerNorm averages over the stream, so others would change it."""
-    embed, width = above.sizes["embed"], above.sizes["embed"] * heads
-    if width % above.sizes["heads"] or embed % (width // above.sizes["heads"]):
+    embed, width, before = above.sizes["embed"], above.sizes["embed"] * heads, above.sizes[axis]
+    if width % before or embed % (width // before):
         raise ConfigError(
-            f"levels.heads: {above.sizes['heads']} heads to {heads} leaves no whole number of equal groups in a "
-            f"width of {embed}; merge to a number of heads that divides {above.sizes['heads']}"
+            f"levels.heads: {before} {axis} to {heads} leaves no whole number of equal groups in a "
+            f"width of {embed}; merge to a number of {axis} that divides {before}"
         )
-    return adjacent(embed, width // above.sizes["heads"])
+    return adjacent(embed, width // before)
 
 
 def _level(
-    index: int, architecture: Architecture, config: Mapping[str, Any], scheme: Scheme, expected: Sizes | None = None
+    index: int,
+    architecture: Architecture,
+    config: Mapping[str, Any],
+    scheme: Scheme,
+    sample: Mapping[str, int],
+    expected: Sizes | None = None,
 ) -> Level:
     try:
         with torch.device("meta"):
             network = architecture.build(config)
     except Exception as error:  # whatever the model library raises
         raise ConfigError(f"model.config does not build at level {index}: {error}") from error
-    sizes = architecture.sizes(network)
+    sizes = {**architecture.sizes(network), **sample}
+    if sizes.get("tokens", 0) > sizes.get("pos", sizes.get("tokens", 0)):
+        raise ConfigError(
+            f"data.sequence_length={sizes['tokens']}: the network has {sizes['pos']} positions; "
+            "shorten it, or give model.config more"
+        )
     if expected is not None and sizes != expected:
         raise ConfigError(f"level {index}: asked for {dict(expected)}, the model library built {sizes}")
     check(network.state_dict(), architecture, sizes)
     parameters = sum(p.numel() for p in network.parameters())
-    return Level(index, architecture, dict(config), sizes, parameters, architecture.flops(sizes), scheme)
+    try:
+        flops = architecture.flops(sizes)
+    except KeyError as error:
+        raise ConfigError(
+            f"{architecture.name}: how many {error.args[0]} has a sample? It is the data that says "
+            "(make_levels(sample={'tokens': 128, 'predictions': 128}))"
+        ) from error
+    return Level(index, architecture, dict(config), sizes, parameters, flops, scheme)

@@ -1,4 +1,4 @@
-"""The LightningModule around the current level's network, and the tasks: image classification."""
+"""The LightningModule around the current level's network, and the first task: image classification."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ class LevelModule(pl.LightningModule):
 
     optimizer: parameter groups -> optimizer, with its peak rate; `schedule` multiplies that. Norms, biases, tokens and
     whatever the network's `no_weight_decay()` names are not decayed.
-    A subclass is a task: `training_step`, `validation_step`, `test_step`, and what a batch counts as (`unit`,
+    init_from: where the first phase takes its weights from (`Architecture.load`) instead of a random init.
+    A subclass is a task: `training_step`, `validation_step`, `test_step`, and what a batch counts as (`unit`, `units`,
     `amount`).
     """
 
     unit = "samples"
+    units = 1
+    """How many of `unit` a sample has."""
     logged: tuple[str, ...] = ()
     """The metrics that a callback may monitor; empty: not checked."""
 
@@ -41,9 +44,10 @@ class LevelModule(pl.LightningModule):
         optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         schedule: Schedule,
         seed: int = 0,
+        init_from: str | None = None,
     ) -> None:
         super().__init__()
-        self.plan, self.seed = plan, seed
+        self.plan, self.seed, self.init_from = plan, seed, init_from
         self._make_optimizer, self._schedule = optimizer, schedule
         self.phase_index = 0
         self.network: nn.Module | None = None
@@ -63,11 +67,13 @@ class LevelModule(pl.LightningModule):
         return len(batch[0])
 
     def configure_model(self) -> None:
-        """Build the network, where there is none. Its init depends on the seed and the level only."""
+        """Build the network, where there is none. A random init depends on the seed and the level only."""
         if self.network is None:
             with torch.random.fork_rng():
                 torch.manual_seed(self.seed + 1_000 * self.phase.level)
                 self.network = self.level.build()
+            if self.phase_index == 0 and self.init_from is not None:
+                self.level.architecture.load(self.network, self.init_from)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         assert self.network is not None

@@ -8,6 +8,7 @@ layer "mlp <- embed", with M the map of an axis and M' its dual,
     decoalesce   W_large = M_mlp  W  M'_embed        [ w ]        ->  [ w/2 w/2 ]
                                                                       [ w/2 w/2 ]
 Arithmetic is in float32 (float64 stays float64) whatever the dtype; integer and bool buffers are kept as they are.
+Ties stay: names that share a tensor share one in the result too.
 Source: Zou, Zhang, Deng, ICLR 2024, section 3.2 (coalescing, equations 4 to 7; de-coalescing; interpolation).
 """
 
@@ -35,7 +36,14 @@ def resize(state: State, architecture: Architecture, sizes: Sizes, maps: Mapping
     out: dict[str, Tensor] = {}
     blocks: dict[str, dict[int, str]] = defaultdict(dict)
     matches = architecture.match(state)
+    tied = ties(state)
+    for name, first in tied.items():
+        if matches[name].axes.dims != matches[first].axes.dims:
+            one, other = matches[name].axes.text, matches[first].axes.text
+            raise ValueError(f"{architecture.name}: {name} ({one}) and {first} ({other}) are one tensor")
     for name, match in matches.items():
+        if name in tied:
+            continue
         if match.layer is None or layers is None:
             out[name] = _resized(name, state[name], match.axes, sizes, maps)
         else:
@@ -45,7 +53,20 @@ def resize(state: State, architecture: Architecture, sizes: Sizes, maps: Mapping
             if sorted(names) != list(range(layers.src)):
                 raise ValueError(f"{pattern}: layers {sorted(names)} instead of 0 to {layers.src - 1}")
             out |= _resized_layers(state, [names[i] for i in range(layers.src)], matches[names[0]], sizes, maps, layers)
-    return _finished(out, state, architecture)
+    out = _finished(out, state, architecture)
+    return {name: out[tied.get(name, name)] for name in [*out, *tied]}
+
+
+def ties(state: State) -> dict[str, str]:
+    """Names whose tensor is that of an earlier name, such as a head that is the embedding: name -> earlier name."""
+    seen: dict[tuple[object, ...], str] = {}
+    tied: dict[str, str] = {}
+    for name, x in state.items():
+        if x.numel() and not x.is_meta:
+            place = (x.device, x.data_ptr(), x.shape, x.stride())
+            if (first := seen.setdefault(place, name)) != name:
+                tied[name] = first
+    return tied
 
 
 def _resized(name: str, x: Tensor, axes: Axes, sizes: Sizes, maps: Mapping[str, AxisMap]) -> Tensor:
@@ -153,14 +174,18 @@ def interpolate(large: State, grown: State, alpha: float) -> dict[str, Tensor]:
     """(1 - alpha) * large + alpha * grown, in float32 at least; what is not floating point comes from `large`.
 
     alpha 0 is exactly `large` and 1 exactly `grown`. Raises ValueError where names or shapes differ.
+    Ties of `large` stay.
     """
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha={alpha}: between 0 (large) and 1 (grown)")
     _same(large, grown)
     out: dict[str, Tensor] = {}
+    tied = ties(large)
     for name, a in large.items():
         b = grown[name]
-        if not a.is_floating_point() or alpha == 0:
+        if name in tied:
+            out[name] = out[tied[name]]
+        elif not a.is_floating_point() or alpha == 0:
             out[name] = a.clone()
         elif alpha == 1:
             out[name] = b.to(a.dtype, copy=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 
 from mlframe.errors import ConfigError
+from mlframe.flops import short, six_nd
 from mlframe.levels import Level
 from mlframe.maps import NewLayers
 
@@ -127,6 +128,12 @@ def vcycle(
     return Plan(tuple(levels), (*phases, Phase("up 0", 0, left, alphas[0])), new_layers, split_noise)
 
 
+def control(levels: Sequence[Level], of: Callable[..., Plan], level: int = 1) -> Plan:
+    """One level alone, for as many FLOPs as the plan `of` takes: `of` has to beat this, at every level."""
+    alone = scratch(levels, 1, level)
+    return scratch(levels, max(1, round(of(levels=levels).flops(1) / alone.flops(1))), level)
+
+
 def _each(name: str, value: Any, n: int) -> list[Any]:
     values = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] * n
     if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
@@ -145,21 +152,21 @@ def _steps(name: str, budget: Budget, total: int) -> int:
 
 
 def describe(plan: Plan, samples_per_step: int) -> Table:
-    """The plan as a table: sizes, parameters, steps, FLOPs and their share of the whole."""
+    """The plan as a table: sizes, parameters, steps, FLOPs, beside them the rule of thumb 6ND, and the FLOPs' share."""
     total = plan.flops(samples_per_step)
     share = total / plan.scratch_flops(samples_per_step)
     title = (
         f"{plan.steps:,} steps of {samples_per_step:,} samples: {total:.4g} FLOPs, {share:.0%} of as many at full size"
     )
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("phase", "level", "layers", "heads", "width", "mlp", "parameters", "steps", "FLOPs", "share"):
+    for column in ("phase", "level", "layers", "width", "parameters", "steps", "FLOPs", "6ND", "share"):
         table.add_column(column, justify="left" if column == "phase" else "right", no_wrap=True)
     for phase in plan.phases:
         level = plan.levels[phase.level]
-        flops = phase.steps * samples_per_step * level.flops
-        sizes = (level.sizes[axis] for axis in ("layers", "heads", "embed", "mlp"))
+        samples = phase.steps * samples_per_step
+        flops, rule = samples * level.flops, six_nd(level.parameters, samples * level.sizes["tokens"])
         table.add_row(
-            phase.name, str(phase.level), *map(str, sizes), f"{level.parameters:,}", f"{phase.steps:,}",
-            f"{flops:.3g}", f"{flops / total:.1%}",
+            phase.name, str(phase.level), str(level.shape["layers"]), str(level.shape["width"]),
+            f"{level.parameters:,}", f"{phase.steps:,}", short(flops), short(rule), f"{flops / total:.1%}",
         )  # fmt: skip
     return table

@@ -34,7 +34,7 @@ class CycleProgress(ProgressBar):
         self._console = Console()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        self._console.print(*args, **kwargs)
+        self._console.print(*args, highlight=False, soft_wrap=True, **kwargs)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, LevelModule)
@@ -58,8 +58,8 @@ class CycleProgress(ProgressBar):
         done = trainer.global_step - module.plan.start(module.phase_index)
         title = f"phase {module.phase_index + 1}/{len(module.plan.phases)} {phase.name} (level {level.index})"
         self._bars.add_task(title, total=phase.steps, completed=done, status="")
-        sizes = "{layers} layers, {heads} heads, width {embed}".format(**level.sizes)
-        self.print(f"{title}: {phase.steps:,} steps, {sizes}, {level.parameters:,} parameters", highlight=False)
+        sizes = "{layers} layers, {heads} heads, width {width}".format(**level.shape)
+        self.print(f"{title}: {phase.steps:,} steps, {sizes}, {level.parameters:,} parameters")
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -79,8 +79,8 @@ class CycleProgress(ProgressBar):
         shown = "  ".join(f"{k} {v:.4f}" for k, v in sorted(values.items()))
         self.print(
             f"  step {trainer.global_step:,}  {shown}  {self._ledger.total_flops:.3g} FLOPs  "
-            f"{self._ledger.wall_time:.0f} s", highlight=False,
-        )  # fmt: skip
+            f"{self._ledger.wall_time:.0f} s"
+        )
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop()

@@ -5,6 +5,7 @@ plan.json        the phases, with sizes and FLOPs
 metrics.csv      every logged row (mlframe.rows)
 checkpoints/     last.ckpt, where a resume goes on, and best.ckpt of the last phase
 final/           the trained network in the form of its own library
+levels/          the smaller levels' networks likewise, as they were left
 results.json     written last: the run is finished
 """
 
@@ -22,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from mlframe.errors import ConfigError
 from mlframe.plan import Plan
 
-_LEFT = ("results.json", "metrics.csv", "plan.json", "checkpoints", "final")
+_LEFT = ("results.json", "metrics.csv", "plan.json", "checkpoints", "levels", "final")
 
 _FREE = ("resume", "run_dir", "trainer.max_time", "data.workers", "logger", "callbacks.progress")
 """May differ when a run goes on: they do not change what is computed."""

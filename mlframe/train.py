@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +23,17 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from mlframe import run_folder, wandb_logger
-from mlframe.checkpoint import AtomicCheckpointIO
+from mlframe.checkpoint import AtomicCheckpointIO, save_network
 from mlframe.errors import ConfigError
 from mlframe.ledger import Ledger
 from mlframe.levels import make_levels
 from mlframe.loop import VCycleLoop
 from mlframe.module import LevelModule
 from mlframe.plan import Plan, describe
+from mlframe.results import report
 from mlframe.rows import Rows
 
 _PACKAGED = Path(__file__).parent / "conf"
@@ -83,7 +81,7 @@ def train(config: DictConfig) -> dict[str, Any]:
         run_folder.check_same(folder, config)
     if config.resume == "auto" and (results := run_folder.read_results(folder)):
         console.print(f"This run is finished; to repeat it, add resume=never or remove {folder}")
-        report(folder, results)
+        report(console, folder, results)
         return results
     with one_line():
         pl.seed_everything(config.seed, workers=True, verbose=False)
@@ -114,16 +112,18 @@ def build(config: DictConfig) -> tuple[Plan, Any, LevelModule]:
     """The plan, the data module and the LightningModule that a configuration describes."""
     model = OmegaConf.to_container(config.model, resolve=True)
     assert isinstance(model, dict)
-    levels = make_levels(get_object(model["architecture"]), model["config"], **_plain(config.levels))
+    data = instantiate(config.data)
+    architecture = get_object(model["architecture"])
+    levels = make_levels(architecture, model["config"], **_plain(config.levels), sample=data.sample)
     plan = instantiate(config.plan)(levels=levels)
     if config.trainer.fast_dev_run:
         plan = plan.shortened(int(config.trainer.fast_dev_run))
-    data = instantiate(config.data)
     schedule = instantiate(config.schedule)
     if model["task"].get("mixup") and config.data.batch_size % 2:
         raise ConfigError(f"data.batch_size={config.data.batch_size}: mixup takes images in pairs, so an even number")
+    optimizer = instantiate(config.optimizer, _convert_="all")
     module = instantiate(config.model.task)(
-        plan=plan, optimizer=instantiate(config.optimizer, _convert_="all"), schedule=schedule, seed=config.seed
+        plan=plan, optimizer=optimizer, schedule=schedule, seed=config.seed, init_from=config.init_from
     )
     return plan, data, module
 
@@ -166,8 +166,7 @@ def finish(config: DictConfig, trainer: pl.Trainer, module: LevelModule, data: A
         )
         return {}
     if trainer.is_global_zero:
-        assert module.network is not None
-        module.level.architecture.save(module.network, module.level.config, folder / "final", data.about())
+        save_network(trainer, module, folder / "final")
     ledger = next(callback for callback in trainer.callbacks if isinstance(callback, Ledger))
     results: dict[str, Any] = {}
     for evaluate in (trainer.validate, trainer.test):
@@ -175,19 +174,24 @@ def finish(config: DictConfig, trainer: pl.Trainer, module: LevelModule, data: A
             results |= metrics
     results |= {
         "steps": trainer.global_step,
-        module.unit: ledger.samples,
+        module.unit: ledger.samples * module.units,
         "total_flops": ledger.total_flops,
         "share_of_scratch": ledger.total_flops / plan.scratch_flops(samples),
         "wall_time": ledger.wall_time,
         "parameters": module.level.parameters,
         "levels": {
-            level: {"parameters": plan.levels[level].parameters, **asdict(cost)}
+            level: {
+                "parameters": plan.levels[level].parameters,
+                module.unit: cost.samples * module.units,
+                "flops": cost.flops,
+                "seconds": cost.seconds,
+            }
             for level, cost in sorted(ledger.by_level.items())
         },
     }
     if trainer.is_global_zero:
         run_folder.write_results(folder, results)
-        report(folder, results)
+        report(console, folder, results)
     return results
 
 
@@ -200,32 +204,6 @@ def _stopped_short(trainer: pl.Trainer, module: LevelModule) -> bool:
 
 def _out_of_time(trainer: pl.Trainer) -> bool:
     return any(isinstance(c, Timer) and (c.time_remaining() or 0) <= 0 for c in trainer.callbacks)
-
-
-def report(folder: Path, results: dict[str, Any]) -> None:
-    """The last lines of a run: what each level took, how good the network is, what it cost, where things lie."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("level", "parameters", "samples", "FLOPs", "time", "samples/s"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for level, cost in results["levels"].items():
-        rate = cost["samples"] / cost["seconds"] if cost["seconds"] else 0.0
-        table.add_row(
-            str(level), f"{cost['parameters']:,}", f"{cost['samples']:,}", f"{cost['flops']:.3g}",
-            _duration(cost["seconds"]), f"{rate:,.0f}",
-        )  # fmt: skip
-    console.print(table)
-    tested = {name.removeprefix("test/"): value for name, value in results.items() if name.startswith("test/")}
-    console.print("test: " + ", ".join(f"{name} {value:.4f}" for name, value in tested.items()))
-    console.print(
-        f"cost: {results['total_flops']:.4g} FLOPs, {results['share_of_scratch']:.0%} of as many steps at full size; "
-        f"{_duration(results['wall_time'])} of training"
-    )
-    console.print(f"in {folder}: final/ (the network), metrics.csv, plan.json, config.yaml, checkpoints/, results.json")
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from mlframe.module import LevelModule
-from mlframe.operators import coalesce, decoalesce, interpolate
+from mlframe.operators import coalesce, decoalesce, interpolate, ties
 
 
 def transition(trainer: pl.Trainer, module: LevelModule, configure: Callable[[], None]) -> None:
@@ -16,11 +16,12 @@ def transition(trainer: pl.Trainer, module: LevelModule, configure: Callable[[],
 
     Down: coalesce, and park the larger network's weights. Up: decoalesce, and interpolate with the parked weights.
     The optimizer and its schedule start afresh. `configure` is Lightning's call of `module.configure_model` inside
-    the strategy's and precision's contexts. Callbacks with a method `on_phase_start(trainer, module)` are told.
+    the strategy's and precision's contexts. Callbacks with a method `on_phase_end(trainer, module)` are told before,
+    those with `on_phase_start(trainer, module)` after.
     """
+    _tell("on_phase_end", trainer, module)
     old, strategy = module.level, trainer.strategy
-    assert module.network is not None
-    weights = {name: x.detach().cpu() for name, x in module.network.state_dict().items()}
+    weights = weights_of(module)
 
     # The wrapper and the optimizer hold the old parameters: dropped first, so that both networks are never in memory.
     strategy.model = module
@@ -34,9 +35,22 @@ def transition(trainer: pl.Trainer, module: LevelModule, configure: Callable[[],
     module.network.load_state_dict(weights, strict=True)
     strategy.setup(trainer)  # what Trainer.fit itself calls: to the device, wrap, configure_optimizers
     module.train()
+    _tell("on_phase_start", trainer, module)
+
+
+def _tell(hook: str, trainer: pl.Trainer, module: LevelModule) -> None:
     for callback in trainer.callbacks:
-        if (told := getattr(callback, "on_phase_start", None)) is not None:
+        if (told := getattr(callback, hook, None)) is not None:
             told(trainer, module)
+
+
+def weights_of(module: LevelModule) -> dict[str, Tensor]:
+    """The network's weights on the CPU; names that share a tensor still do."""
+    assert module.network is not None
+    state = module.network.state_dict()
+    tied = ties(state)
+    out = {name: x.detach().cpu() for name, x in state.items() if name not in tied}
+    return {name: out[tied.get(name, name)] for name in state}
 
 
 def next_weights(module: LevelModule, old: int, weights: dict[str, Tensor]) -> dict[str, Tensor]:

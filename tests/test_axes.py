@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, VITS
+from conftest import FAMILIES, LANGUAGE, TINY, VITS, Family
 
-from mlframe.architectures import VIT
-from mlframe.axes import check, expand, parse
+from mlframe.architectures import BERT, BERT_PAPER, GPT2, GPT2_PAPER, LLAMA, VIT
+from mlframe.axes import Architecture, check, expand, parse, query_heads
 
 
 def names(text: str) -> list[list[tuple[str, bool]]]:
@@ -30,9 +30,10 @@ def test_vectors_fused_dimensions_and_anonymous_ones() -> None:
     assert names("embed <- _ _ _") == [[("embed", False)], *[[("_", True)]] * 3]
     assert parse("+ embed <- mlp").residual
     assert not parse("embed <- mlp").residual
+    assert names("embed <- embed") == [[("embed", False)], [("embed", True)]], "a name may stand on both sides"
 
 
-@pytest.mark.parametrize("text", ["", "a <- b <- c", "a <- b -> c", "a <- a", "a ! b", "(a b"])
+@pytest.mark.parametrize("text", ["", "a <- b <- c", "a <- b -> c", "a a", "a <- b b", "a ! b", "(a b"])
 def test_what_is_not_an_axis_string_is_refused_and_quoted(text: str) -> None:
     with pytest.raises(ValueError, match="axis string"):
         parse(text)
@@ -54,16 +55,18 @@ def test_every_name_matches_exactly_one_pattern() -> None:
         doubled.match(["norm.weight"])
 
 
-def meta_state(config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+def meta_state(
+    config: dict[str, Any], architecture: Architecture = VIT
+) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     with torch.device("meta"):
-        network = VIT.build(config)
-    return network.state_dict(), VIT.sizes(network)
+        network = architecture.build(config)
+    return network.state_dict(), architecture.sizes(network)
 
 
-@pytest.mark.parametrize("config", VITS.values(), ids=VITS)
-def test_the_table_fits_the_network(config: dict[str, Any]) -> None:
-    state, sizes = meta_state(config)
-    check(state, VIT, sizes)
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_the_table_fits_the_network(family: Family) -> None:
+    state, sizes = meta_state(family.config, family.architecture)
+    check(state, family.architecture, sizes)
 
 
 @pytest.mark.parametrize("config", VITS.values(), ids=VITS)
@@ -89,6 +92,62 @@ def test_growing_a_field_moves_exactly_the_axes_that_the_table_names(
         moved = [a != b for a, b in zip(before[name].shape, after[name].shape, strict=True)]
         declared = [any(axis.name in axes for axis in dim) for dim in match.axes.dims]
         assert moved == declared, f"{name}: {match.axes.text}"
+
+
+BERT_CHANGES: list[tuple[dict[str, Any], set[str]]] = [
+    ({"hidden_size": 48, "num_attention_heads": 6}, {"embed", "heads"}),
+    ({"num_attention_heads": 8}, set()),
+    ({"intermediate_size": 96}, {"mlp"}),
+    ({"vocab_size": 160}, {"vocab"}),
+    ({"max_position_embeddings": 24}, {"pos"}),
+    ({"type_vocab_size": 3}, {"_"}),
+]
+GPT2_CHANGES: list[tuple[dict[str, Any], set[str]]] = [
+    ({"n_embd": 48, "n_head": 6, "n_inner": 128}, {"embed", "heads"}),
+    ({"n_inner": 96}, {"mlp"}),
+    ({"vocab_size": 160}, {"vocab"}),
+    ({"n_positions": 24}, {"pos"}),
+]
+LLAMA_CHANGES: list[tuple[dict[str, Any], set[str]]] = [
+    ({"hidden_size": 64, "head_dim": 4}, {"embed"}),
+    ({"num_key_value_heads": 8, "num_attention_heads": 16, "head_dim": 4}, {"kv_heads"}),
+    ({"num_attention_heads": 16, "head_dim": 4}, {"group"}),
+    ({"head_dim": 8}, {"head_dim"}),
+    ({"intermediate_size": 96}, {"mlp"}),
+    ({"vocab_size": 160}, {"vocab"}),
+    ({"max_position_embeddings": 24}, set()),
+]
+CHANGES = [
+    (BERT, BERT_CHANGES), (BERT_PAPER, BERT_CHANGES), (GPT2, GPT2_CHANGES), (GPT2_PAPER, GPT2_CHANGES),
+    (LLAMA, LLAMA_CHANGES),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "changes"), CHANGES, ids=lambda x: getattr(x, "name", ""))
+def test_growing_a_field_of_a_language_model_moves_exactly_the_axes_that_the_table_names(
+    architecture: Architecture, changes: list[tuple[dict[str, Any], set[str]]]
+) -> None:
+    for family in LANGUAGE.values():
+        if family.architecture.build is not architecture.build or "head_dim" in family.config:
+            continue
+        config = {**family.config, "num_key_value_heads": 4} if architecture is LLAMA else family.config
+        config = {**config, "n_inner": 128} if architecture.build is GPT2.build else config
+        before, _ = meta_state(config, architecture)
+        for change, axes in changes:
+            after, _ = meta_state({**config, **change}, architecture)
+            assert before.keys() == after.keys()
+            for name, match in architecture.match(before).items():
+                moved = [a != b for a, b in zip(before[name].shape, after[name].shape, strict=True)]
+                declared = [any(axis.name in axes for axis in dim) for dim in match.axes.dims]
+                assert moved == declared, f"{name}: {match.axes.text} by {change}"
+
+
+@pytest.mark.parametrize("family", LANGUAGE.values(), ids=LANGUAGE)
+def test_heads_are_counted_with_all_that_share_keys_and_values(family: Family) -> None:
+    sizes = meta_state(family.config, family.architecture)[1]
+    heads = family.config.get("num_attention_heads", family.config.get("n_head"))
+    assert query_heads(sizes) == heads
+    assert sizes["head_dim"] == family.config.get("head_dim", 32 // heads)
 
 
 def test_depth_adds_whole_layers_and_nothing_else() -> None:

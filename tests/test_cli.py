@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,6 +14,11 @@ import pytest
 import timm
 import torch
 import yaml
+from small_text import WORDS, write_text
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parents[1]
 GUARD = """
@@ -105,6 +111,62 @@ def test_a_run_on_a_fresh_machine_end_to_end(box: Box) -> None:
     assert again.returncode == 0
     assert "This run is finished" in again.stdout
     assert again.stdout.strip().splitlines()[-3:] == last
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt"])
+def test_a_language_model_with_a_local_tokenizer_end_to_end(family: str, box: Box, tmp_path: Path) -> None:
+    text, tokenizer = write_text(tmp_path / "text"), word_level_tokenizer(tmp_path / "tokenizer", WORDS)
+    settings = [
+        f"experiment={family}_docs", "data=text_files", f"data.source.train={text}", "data.source.holdout=0.1",
+        f"model.tokenizer={tokenizer}", "model.config.vocab_size=64", "data.sequence_length=32", "data.batch_size=8",
+        "steps=12", "trainer.val_check_interval=4", "trainer.log_every_n_steps=1", "plan.e_small=[0.5]",
+    ]  # fmt: skip
+    done = box.run(*settings)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert not (box.folder / "connections.txt").exists(), (box.folder / "connections.txt").read_text()
+    assert "Writing model shards" not in done.stderr, "no second progress bar"
+    run = next((box.folder / "runs" / f"{family}_docs").iterdir())
+    results = json.loads((run / "results.json").read_text())
+    assert results["test/ppl"] == pytest.approx(math.exp(results["test/loss"]), rel=1e-4)
+    assert results["tokens"] == 12 * 8 * 32
+    with (run / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert rows[-1]["tokens"] == str(results["tokens"])
+    first = next(float(row["train/loss"]) for row in rows if row["train/loss"])
+    assert first == pytest.approx(math.log(64), rel=0.05)
+    assert "${" not in (run / "config.yaml").read_text()
+    torch.load(run / "checkpoints" / "last.ckpt")  # weights_only, torch's default
+    assert "add plan=control" in done.stdout
+
+    # What is left loads in a fresh process, the small level's network too.
+    kind = "AutoModelForMaskedLM" if family == "bert" else "AutoModelForCausalLM"
+    script = (
+        f"import sys, torch, transformers as t\n"
+        f"net, info = t.{kind}.from_pretrained(sys.argv[1], output_loading_info=True)\n"
+        f"tok = t.AutoTokenizer.from_pretrained(sys.argv[1])\n"
+        f"ids = torch.tensor([tok.encode('ban dom kert lisk', add_special_tokens=False)])\n"
+        f"assert not any(info[k] for k in ('missing_keys', 'unexpected_keys', 'mismatched_keys')), info\n"
+        f"print(net.config.num_hidden_layers, tuple(net(input_ids=ids).logits.shape))"
+    )
+    for place, layers in (("final", 6), ("levels/1", 3)):
+        loaded = box.run(script, str(run / place), command=[sys.executable, "-c"])
+        assert loaded.stdout.strip() == f"{layers} (1, 4, 64)", loaded.stderr
+
+    control = box.run(*[s for s in settings if not s.startswith("plan.")], "plan=control")
+    assert control.returncode == 0, control.stderr
+    table = control.stdout.split("at equal FLOPs")[1]
+    assert f"{results['test/loss']:.4f}" in table, "the V-cycle's loss stands beside the control's"
+
+
+def word_level_tokenizer(folder: Path, words: list[str]) -> Path:
+    """A tokenizer file such as people have: one id a word."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<|endoftext|>"]
+    rust = Tokenizer(WordLevel({word: i for i, word in enumerate([*special, *words, "."])}, unk_token="[UNK]"))
+    rust.pre_tokenizer = Whitespace()
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    names |= {"mask_token": "[MASK]", "eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}
+    PreTrainedTokenizerFast(tokenizer_object=rust, **names).save_pretrained(folder)
+    return folder
 
 
 def test_online_without_a_key_fails_before_training_and_names_the_way_out(box: Box) -> None:

@@ -1,17 +1,22 @@
-"""FLOPs: closed forms equal torch's count on the meta device, to the last FLOP (case A1 for DeiT)."""
+"""FLOPs: closed forms equal torch's count on the meta device, to the last FLOP (case A1 for each family)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, VITS
+from conftest import LANGUAGE, TINY, VITS, Family, batch_for, language_module
 
-from mlframe.architectures import VIT
+from mlframe.architectures import BERT, GPT2, LLAMA, VIT
+from mlframe.axes import Architecture
 from mlframe.errors import ConfigError
-from mlframe.flops import count
+from mlframe.flops import count, six_nd
+from mlframe.language import LanguageModeling
 from mlframe.levels import make_levels
+from mlframe.plan import scratch
 
 CASE = {
     "model_name": "deit_tiny_patch16_224", "img_size": 32, "patch_size": 8, "in_chans": 3, "num_classes": 10,
@@ -78,3 +83,94 @@ def test_attention_is_quadratic_in_the_tokens_and_the_rest_linear() -> None:
     rest = {n: VIT.flops(s) - attention[n] - 3 * 2 * s["embed"] * s["classes"] - 4 * s["patches"] * 64 * s["embed"]
             for n, s in ((5, one), (17, four))}  # fmt: skip
     assert rest[5] * 17 == rest[17] * 5
+
+
+# language
+
+
+def counted_text(architecture: Architecture, config: dict[str, Any], batch: int, tokens: int) -> int:
+    """transformers' own forward, which predicts at every token."""
+    with torch.device("meta"):
+        network = architecture.build(config)
+        ids = torch.zeros(batch, tokens, dtype=torch.int64)
+    return count(network, lambda net: net(input_ids=ids).logits.sum())
+
+
+@pytest.mark.parametrize("family", LANGUAGE.values(), ids=LANGUAGE)
+def test_every_level_of_a_language_model_equals_the_count(family: Family) -> None:
+    levels = make_levels(family.architecture, family.config, count=3, sample={"tokens": 12, "predictions": 12})
+    for level, batch, attention in ((0, 3, "sdpa"), (1, 1, "eager"), (2, 1, "sdpa")):
+        config = {**levels[level].config, "attn_implementation": attention}
+        assert counted_text(family.architecture, config, batch, 12) == batch * levels[level].flops
+
+
+@pytest.mark.parametrize("family", LANGUAGE.values(), ids=LANGUAGE)
+def test_a_training_step_of_the_task_equals_the_count(family: Family) -> None:
+    """As it is trained: BERT's head on the masked tokens alone, and the loss that makes its gradients by chunks.
+
+    On the CPU torch counts eager attention only, and on the meta device transformers' mask cannot be made.
+    """
+    eager = replace(family, config={**family.config, "attn_implementation": "eager"})
+    levels = make_levels(eager.architecture, eager.config, count=2, sample=family.sample)
+    for level, rows in zip(levels, (3, 1), strict=True):
+        module = language_module(eager, scratch(levels, 1, level.index))
+        step = partial(LanguageModeling.training_step, batch=batch_for(eager, rows), batch_idx=0)
+        assert count(module, step) == rows * level.flops
+
+
+def test_fewer_predictions_save_their_part_of_berts_head_only() -> None:
+    few, all_ = ({"tokens": 12, "predictions": n} for n in (4, 12))
+    config = LANGUAGE["bert"].config
+    costs = [make_levels(BERT, config, sample=sample)[0].flops for sample in (few, all_)]
+    assert costs[1] - costs[0] == 3 * 2 * 8 * 32 * (32 + 128)
+
+
+CASE_GPT2: dict[str, Any] = {
+    "vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_case_a1_of_gpt2(attention: str, tied: bool) -> None:
+    """2 rows of 64 tokens: 24 T d^2 + 4 T^2 d a layer and 2 T d V in the head, forward; three times that in all."""
+    config = {**CASE_GPT2, "attn_implementation": attention, "tie_word_embeddings": tied}
+    long, short = (
+        2 * make_levels(GPT2, config, layers=1, sample={"tokens": t, "predictions": t})[0].flops for t in (64, 32)
+    )
+    assert long == counted_text(GPT2, config, 2, 64) == 94_371_840
+    assert long != 81_788_928, "attention's two matmuls count too"
+    attention_part = 3 * 2 * 2 * (4 * 64**2 * 64)  # three times, 2 rows, 2 layers
+    assert short == counted_text(GPT2, config, 2, 32) == attention_part // 4 + (long - attention_part) // 2
+
+
+PUBLISHED: dict[str, tuple[Architecture, dict[str, Any], int]] = {
+    "bert-base": (BERT, {}, 109_514_298),
+    "bert-large": (
+        BERT,
+        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+        335_174_458,
+    ),
+    "gpt2": (GPT2, {}, 124_439_808),
+    "llama 3 8B": (
+        LLAMA,
+        {"vocab_size": 128_256, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "intermediate_size": 14_336, "max_position_embeddings": 8192},
+        8_030_261_248,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "config", "parameters"), PUBLISHED.values(), ids=PUBLISHED)
+def test_published_language_models(architecture: Architecture, config: dict[str, Any], parameters: int) -> None:
+    level = make_levels(architecture, config, count=1, sample={"tokens": 128, "predictions": 128})[0]
+    assert level.parameters == parameters
+    if level.sizes["layers"] == 12:  # of more layers the count takes seconds
+        assert counted_text(architecture, config, 1, 128) == level.flops
+
+
+def test_six_nd_is_near_the_count_where_the_embedding_is_small() -> None:
+    """A model of the size of GPT-2 whose tied head is its embedding: only attention and norms are left out."""
+    level = make_levels(GPT2, {}, sample={"tokens": 128, "predictions": 128})[0]
+    assert six_nd(level.parameters, 128) == 6 * 124_439_808 * 128
+    assert six_nd(level.parameters, 128) == pytest.approx(level.flops, rel=0.03)

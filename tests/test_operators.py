@@ -1,23 +1,23 @@
-"""Identities of coalesce, decoalesce and interpolate, with all parameters random (case A4 for DeiT and ViT)."""
+"""Identities of coalesce, decoalesce and interpolate, with all parameters random, for every family (case A4)."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import re
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, VITS, images_for, randomised
+from conftest import FAMILIES, TINY, TINY_BERT, TINY_GPT2, Family, error, inputs_for, outputs, randomised
 from torch import nn
 
-from mlframe.architectures import VIT
+from mlframe.architectures import BERT, BERT_PAPER, GPT2_PAPER, VIT
 from mlframe.axes import Sizes
-from mlframe.maps import Scheme, adjacent, stacked
+from mlframe.maps import Groups, Scheme, adjacent, stacked
 from mlframe.operators import coalesce, decoalesce, interpolate, resize
 
-WIDTH = ("heads", "embed", "mlp")
-AXES = {"width": WIDTH, "depth": ("layers",), "both": (*WIDTH, "layers")}
+families = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 
 def halves(sizes: Sizes, axes: tuple[str, ...]) -> Scheme:
@@ -25,101 +25,168 @@ def halves(sizes: Sizes, axes: tuple[str, ...]) -> Scheme:
     return {axis: (stacked if axis == "layers" else adjacent)(2 * sizes[axis], sizes[axis]) for axis in axes}
 
 
-def network_of(config: dict[str, Any], sizes: Sizes, state: dict[str, torch.Tensor]) -> nn.Module:
-    network = VIT.build({**config, **VIT.resized(sizes)}).double().eval()
-    network.load_state_dict(state, strict=True)
-    return network
-
-
 def larger(sizes: Sizes, scheme: Scheme) -> dict[str, int]:
     return {**sizes, **{axis: sum(map(len, groups)) for axis, groups in scheme.items()}}
 
 
-def error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float(((a - b).abs().max() / b.abs().max()).detach())
+def grown_by(family: Family, scheme: Scheme, new_layers: Any = "copy", noise: float = 0.0) -> nn.Module:
+    """The family's small network, de-coalesced."""
+    small, sizes = small_of(family)
+    state = decoalesce(small.state_dict(), family.architecture, sizes, scheme, new_layers, noise)
+    network = family.network(larger(sizes, scheme))
+    network.load_state_dict(state, strict=True)
+    return network
 
 
-@pytest.mark.parametrize("config", VITS.values(), ids=VITS)
-@pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
-@pytest.mark.parametrize("new_layers", ["copy", "halve", "identity"])
+@cache
+def small_of(family: Family) -> tuple[nn.Module, dict[str, int]]:
+    network = family.network()
+    return network, family.architecture.sizes(network)
+
+
+def change(family: Family, grown: nn.Module) -> float:
+    """How far the function of the grown network is from the small one's, relative to the largest logit."""
+    x = inputs_for(family.architecture, family.config)
+    return error(outputs(grown, x), outputs(small_of(family)[0], x))
+
+
+@families
+@pytest.mark.parametrize(("part", "noise"), [("width", 0.5), ("depth", 0.0), ("both", 0.0)])
+def test_coalesce_inverts_decoalesce_for_every_tensor(family: Family, part: str, noise: float) -> None:
+    architecture, (small, sizes) = family.architecture, small_of(family)
+    scheme = halves(sizes, {"width": family.width, "depth": ("layers",), "both": (*family.width, "layers")}[part])
+    with torch.device("meta"):
+        built = architecture.build({**family.config, **architecture.resized(larger(sizes, scheme))}).state_dict()
+    for new_layers in ("copy", "halve", "identity") if part == "depth" else ("copy",):
+        grown = decoalesce(small.state_dict(), architecture, sizes, scheme, new_layers, noise)  # type: ignore[arg-type]
+        assert {name: x.shape for name, x in grown.items()} == {name: x.shape for name, x in built.items()}
+        back = coalesce(grown, architecture, larger(sizes, scheme), scheme, new_layers)  # type: ignore[arg-type]
+        assert back.keys() == small.state_dict().keys()
+        for name, x in small.state_dict().items():
+            torch.testing.assert_close(back[name], x, rtol=0, atol=1e-12, msg=name)
+
+
+@families
 @pytest.mark.parametrize("noise", [0.0, 0.5])
-def test_coalesce_inverts_decoalesce_for_every_tensor(
-    config: dict[str, Any], axes: tuple[str, ...], new_layers: Any, noise: float
-) -> None:
-    small = randomised(VIT.build(config))
-    sizes = VIT.sizes(small)
-    scheme = halves(sizes, axes)
-    grown = decoalesce(small.state_dict(), VIT, sizes, scheme, new_layers, noise)
-    network_of(config, larger(sizes, scheme), grown)
-    back = coalesce(grown, VIT, larger(sizes, scheme), scheme, new_layers)
-    assert back.keys() == small.state_dict().keys()
-    for name, x in small.state_dict().items():
-        torch.testing.assert_close(back[name], x, rtol=0, atol=1e-12, msg=name)
+def test_width_decoalescing_keeps_the_function(family: Family, noise: float) -> None:
+    assert change(family, grown_by(family, halves(small_of(family)[1], family.width), noise=noise)) < family.exact
 
 
-@pytest.mark.parametrize("config", VITS.values(), ids=VITS)
-@pytest.mark.parametrize("noise", [0.0, 0.5])
-def test_width_decoalescing_keeps_the_function(config: dict[str, Any], noise: float) -> None:
-    small = randomised(VIT.build(config))
-    sizes = VIT.sizes(small)
-    scheme = halves(sizes, WIDTH)
-    grown = decoalesce(small.state_dict(), VIT, sizes, scheme, split_noise=noise)
-    x = images_for(config)
-    assert error(network_of(config, larger(sizes, scheme), grown)(x), small(x)) < 1e-10
+@families
+def test_layers_started_as_the_identity_keep_the_function_and_copies_do_not(family: Family) -> None:
+    """Stacked identity layers stand between others but add nothing, so the order does not matter.
+
+    In BERT a norm stands after each sum, and a layer that adds nothing still has it: no layer of it is the identity.
+    """
+    n = small_of(family)[1]["layers"]
+    for order, new_layers in ((stacked, "identity"), (adjacent, "identity"), (stacked, "copy"), (adjacent, "halve")):
+        difference = change(family, grown_by(family, {"layers": order(2 * n, n)}, new_layers))
+        keeps = new_layers == "identity" and family.architecture is not BERT
+        assert difference < family.exact if keeps else difference > family.seen
 
 
-@pytest.mark.parametrize("config", VITS.values(), ids=VITS)
-def test_layers_started_as_the_identity_keep_the_function_and_copies_do_not(config: dict[str, Any]) -> None:
-    small, x = randomised(VIT.build(config)), images_for(config)
-    sizes = VIT.sizes(small)
-    for order, new_layers in itertools.product((adjacent, stacked), ("identity", "copy", "halve")):
-        scheme = {**halves(sizes, WIDTH), "layers": order(2 * sizes["layers"], sizes["layers"])}
-        grown = decoalesce(small.state_dict(), VIT, sizes, scheme, new_layers)  # type: ignore[arg-type]
-        difference = error(network_of(config, larger(sizes, scheme), grown)(x), small(x))
-        # Stacked identity layers stand between others but add nothing, so the order does not matter.
-        assert difference < 1e-10 if new_layers == "identity" else difference > 1e-2
+OUTPUTS = {
+    "vit": {"attn.proj", "mlp.fc2"},
+    "bert": {"attention.output.dense", "output.dense"},
+    "gpt2": {"attn.c_proj", "mlp.c_proj"},
+    "llama": {"self_attn.o_proj", "mlp.down_proj"},
+}
 
 
+@families
+def test_of_a_layer_started_as_the_identity_exactly_the_outputs_are_zero(family: Family) -> None:
+    """Also in BERT, where the function does not tell."""
+    state = grown_by(family, {"layers": stacked(8, 4)}, "identity").state_dict()
+    part = {name: re.split(r"\.\d+\.", name) for name in state}
+    added = {name for name, match in family.architecture.match(state).items() if (match.layer or 0) >= 4}
+    outputs = {name for name in added if part[name][-1].rpartition(".")[0] in OUTPUTS[family.architecture.name]}
+    assert len(outputs) >= 4 * 2
+    assert {name for name, x in state.items() if x.is_floating_point() and not x.any()} == outputs
+
+
+@families
 @pytest.mark.parametrize("size", [3, 4])
-def test_groups_of_three_and_more_in_width_keep_the_function(size: int) -> None:
-    small, x = randomised(VIT.build(TINY)), images_for(TINY)
-    sizes = VIT.sizes(small)
-    scheme = {axis: adjacent(size * sizes[axis], sizes[axis]) for axis in WIDTH}
-    grown = decoalesce(small.state_dict(), VIT, sizes, scheme, split_noise=0.2)
-    assert error(network_of(TINY, larger(sizes, scheme), grown)(x), small(x)) < 1e-10
+def test_groups_of_three_and_more_in_width_keep_the_function(family: Family, size: int) -> None:
+    sizes = small_of(family)[1]
+    scheme = {axis: adjacent(size * sizes[axis], sizes[axis]) for axis in family.width}
+    assert change(family, grown_by(family, scheme, noise=0.2)) < family.exact
 
 
-def test_uneven_groups_of_heads_and_neurons_keep_the_function() -> None:
+@families
+def test_uneven_groups_of_heads_and_neurons_keep_the_function(family: Family) -> None:
     """Heads (0,1,2),(3),(4,5),(6,7): what is shared sums up, whatever the group's size. The stream's are even."""
-    small, x = randomised(VIT.build(TINY)), images_for(TINY)
-    sizes = VIT.sizes(small)
-    scheme = {
-        "heads": ((0, 1, 2), (3,), (4, 5), (6, 7)),
-        "embed": adjacent(64, 32),
-        "mlp": (*((i,) for i in range(127)), tuple(range(127, 300))),
-    }
-    grown = decoalesce(small.state_dict(), VIT, sizes, scheme)
-    assert error(network_of(TINY, larger(sizes, scheme), grown)(x), small(x)) < 1e-10
+    sizes = small_of(family)[1]
+    n = sizes["mlp"]
+    neurons: Groups = (*((i,) for i in range(n - 1)), tuple(range(n - 1, 2 * n + 40)))
+    scheme: dict[str, Groups] = {**halves(sizes, family.width), "mlp": neurons}
+    scheme[family.heads] = ((0, 1, 2), (3,), *scheme[family.heads][2:])
+    assert change(family, grown_by(family, scheme)) < family.exact
 
 
-def test_control_two_heads_swapped_in_one_step_only_is_seen() -> None:
-    small = randomised(VIT.build(TINY))
-    sizes = VIT.sizes(small)
-    scheme = halves(sizes, WIDTH)
-    swapped = {**scheme, "heads": ((0, 2), (1, 3), (4, 5), (6, 7))}
-    grown = decoalesce(small.state_dict(), VIT, sizes, scheme)
-    back = coalesce(grown, VIT, larger(sizes, scheme), swapped)
+def test_control_uneven_groups_of_the_stream_change_the_function() -> None:
+    family = FAMILIES["gpt2"]
+    sizes = small_of(family)[1]
+    uneven: Groups = ((0, 1, 2), (3,), *adjacent(64, 32)[2:])
+    assert change(family, grown_by(family, {**halves(sizes, family.width), "embed": uneven})) > 1e-3
+
+
+@families
+def test_control_two_heads_swapped_in_one_step_only_is_seen(family: Family) -> None:
+    small, sizes = small_of(family)
+    scheme = halves(sizes, family.width)
+    swapped = ((0, 2), (1, 3), *scheme[family.heads][2:])
+    grown = decoalesce(small.state_dict(), family.architecture, sizes, scheme)
+    back = coalesce(grown, family.architecture, larger(sizes, scheme), {**scheme, family.heads: swapped})
     worst = max(float((back[name] - x).abs().max()) for name, x in small.state_dict().items())
     assert worst > 1e-2
 
 
-def test_control_a_reader_mapped_as_a_writer_changes_the_function() -> None:
-    small, x = randomised(VIT.build(TINY)), images_for(TINY)
-    sizes = VIT.sizes(small)
-    scheme = halves(sizes, WIDTH)
-    grown = decoalesce(small.state_dict(), VIT, sizes, scheme)
-    grown["blocks.0.mlp.fc2.weight"] *= 2  # a reader of mlp that was copied, not shared
-    assert error(network_of(TINY, larger(sizes, scheme), grown)(x), small(x)) > 1e-2
+@families
+@torch.no_grad()
+def test_control_every_tensor_mapped_in_the_other_role_changes_the_function(family: Family) -> None:
+    """Of groups of two, a reader that is copied is twice what it should be, and a writer that is shared one half."""
+    grown = grown_by(family, halves(small_of(family)[1], family.width))
+    names = dict(grown.named_parameters())
+    seen = 0
+    for name, match in family.architecture.match(names).items():
+        reads = {axis.reads for axis in match.axes.factors if axis.name in family.width}
+        # A key's bias adds the same to all scores of a query: softmax takes it out again, whatever it is.
+        if match.layer not in (None, 0) or name.endswith("key.bias"):
+            continue
+        for wrong in (2.0 if read else 0.5 for read in reads):
+            names[name].mul_(wrong)
+            assert change(family, grown) > family.seen, f"{name} times {wrong}"
+            names[name].div_(wrong)
+            seen += 1
+    assert seen > 10
+    assert change(family, grown) < family.exact
+
+
+def test_the_papers_table_of_bert_keeps_the_function_where_all_shares_are_even() -> None:
+    """All embeddings are halved, and the LayerNorm after them takes that out again. Uneven shares it cannot."""
+    family = Family(BERT_PAPER, TINY_BERT, norms=1.0)
+    scheme = halves(small_of(family)[1], family.width)
+    assert change(family, grown_by(family, scheme)) < 1e-5
+    assert change(family, grown_by(family, scheme, noise=0.2)) > 1e-2
+
+
+def test_the_papers_table_of_gpt2_changes_the_function_by_a_known_amount() -> None:
+    """No norm follows the embeddings: the stream starts at half its scale."""
+    family = Family(GPT2_PAPER, TINY_GPT2)
+    assert 0.1 < change(family, grown_by(family, halves(small_of(family)[1], family.width))) < 0.5
+
+
+@pytest.mark.parametrize(("table", "config"), [(BERT_PAPER, TINY_BERT), (GPT2_PAPER, TINY_GPT2)], ids=["bert", "gpt2"])
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_coalesce_inverts_decoalesce_with_the_papers_tables(table: Any, config: dict[str, Any], noise: float) -> None:
+    family = Family(table, config)
+    small, sizes = small_of(family)
+    scheme = halves(sizes, (*family.width, "layers"))
+    back = coalesce(
+        decoalesce(small.state_dict(), table, sizes, scheme, split_noise=noise), table, larger(sizes, scheme), scheme
+    )
+    for name, x in small.state_dict().items():
+        torch.testing.assert_close(back[name], x, rtol=0, atol=1e-12, msg=name)
 
 
 def test_coalesce_by_hand() -> None:

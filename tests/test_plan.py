@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 from typing import Any
 
 import pytest
-from conftest import TINY
+from conftest import TINY, TINY_GPT2
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from mlframe.architectures import VIT
+from mlframe.architectures import GPT2, VIT
 from mlframe.errors import ConfigError
 from mlframe.levels import make_levels
-from mlframe.plan import Phase, Plan, describe, scratch, vcycle
+from mlframe.plan import Phase, Plan, control, describe, scratch, vcycle
 
 LEVELS = make_levels(VIT, TINY, count=3)
 TWO = LEVELS[:2]
@@ -46,7 +47,7 @@ def test_scratch_and_the_small_model_alone() -> None:
     assert shape(scratch(TWO, 10, level=1)) == [(1, 10)]
 
 
-@given(st.integers(1, 10_000), st.floats(0, 0.5), st.floats(0, 0.25))
+@given(st.integers(10, 10_000), st.floats(0, 0.4), st.floats(0, 0.2))
 def test_steps_always_sum_to_the_budget(steps: int, e_a: float, e_small: float) -> None:
     plan = vcycle(LEVELS, steps, e_a / 2, e_small, 0.5)
     assert plan.steps == steps
@@ -101,6 +102,35 @@ def test_describe_shows_each_phase_in_80_columns() -> None:
     rows = [line.split() for line in text.splitlines() if line.split()[:2] in (["down", "0"], ["up", "0"])]
     assert [row[2] for row in rows] == ["0", "0"]
     small = next(line.split() for line in text.splitlines() if line.split()[:1] == ["small"])
-    assert small[1:6] == ["1", "2", "2", "16", "64"]
+    assert small[1:4] == ["1", "2", "16"]
     shares = [float(line.split()[-1].rstrip("%")) for line in text.splitlines() if line.rstrip().endswith("%")]
     assert abs(sum(shares) - 100) < 0.3
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_the_control_is_one_level_alone_for_the_flops_of_the_plan(level: int) -> None:
+    of = partial(vcycle, steps=1000, e_a=0.05, e_small=0.5, alpha=0.5)
+    plan, alone = of(levels=TWO), control(TWO, of, level)
+    assert shape(alone) == [(level, alone.steps)]
+    assert abs(alone.flops(8) - plan.flops(8)) <= TWO[level].flops * 8 / 2
+    assert (alone.steps < 1000) == (level == 0)
+    assert alone.steps != plan.steps
+
+
+def test_the_control_of_next_to_nothing_is_one_step() -> None:
+    assert control(TWO, partial(scratch, steps=1, level=1), level=0).steps == 1
+
+
+@pytest.mark.parametrize(("config", "steps"), [(TINY_GPT2, 1000), ({}, 300_000)], ids=["tiny", "gpt2"])
+def test_describe_shows_the_rule_of_thumb(config: dict[str, Any], steps: int) -> None:
+    """6 FLOPs a parameter and token: beside the exact cost, for whoever compares with papers."""
+    levels = make_levels(GPT2, config, sample={"tokens": 16, "predictions": 16})
+    console = Console(file=io.StringIO(), width=80)
+    console.print(describe(vcycle(levels, steps, 0.05, 0.5, 0.5), 32))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in text
+    small = next(line.split() for line in text.splitlines() if line.split()[:1] == ["small"])
+    flops, rule = (float(number) for number in small[-3:-1])
+    assert flops == pytest.approx(steps // 2 * 32 * levels[1].flops, rel=5e-3)
+    assert rule == pytest.approx(6 * levels[1].parameters * steps // 2 * 32 * 16, rel=5e-3)
+    assert rule != pytest.approx(flops, rel=5e-3)

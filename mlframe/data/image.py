@@ -39,6 +39,8 @@ class ImageData(pl.LightningDataModule):
         interpolation: for resizing, in evaluation, and in training unless `augment` says otherwise.
     """
 
+    sample: Mapping[str, int] = {}  # nothing: an image's size is the network's
+
     def __init__(
         self,
         source: Callable[[], Splits],

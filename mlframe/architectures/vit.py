@@ -1,7 +1,4 @@
-"""The families that mlframe trains: one axis table each, and how their library builds, describes and saves them.
-
-A table is checked, not trusted: `levels` compares every tensor of every level with it (axes.check).
-"""
+"""timm's VisionTransformer: ViT, DeiT and distilled DeiT, with or without registers, LayerScale and qk-norm."""
 
 from __future__ import annotations
 
@@ -10,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import timm
-from timm.models import VisionTransformer, save_for_hf
+from timm.models import VisionTransformer, load_state_dict, load_state_dict_from_hf, save_for_hf
 from torch import nn
 
 from mlframe import flops
 from mlframe.axes import Architecture, Sizes
 
 
-def _build_vit(config: Mapping[str, Any]) -> nn.Module:
+def _build(config: Mapping[str, Any]) -> nn.Module:
     """timm.create_model(**config); `model_name` says which VisionTransformer, every other key overrides it."""
     for key in ("patch_drop_rate", "dynamic_img_size", "dynamic_img_pad"):
         if config.get(key):
@@ -30,7 +27,7 @@ def _build_vit(config: Mapping[str, Any]) -> nn.Module:
     return network
 
 
-def _vit_sizes(network: nn.Module) -> dict[str, int]:
+def _sizes(network: nn.Module) -> dict[str, int]:
     assert isinstance(network, VisionTransformer)
     block: Any = network.blocks[0]
     patches: Any = network.patch_embed
@@ -48,7 +45,7 @@ def _vit_sizes(network: nn.Module) -> dict[str, int]:
     }
 
 
-def _resized_vit(sizes: Sizes) -> dict[str, Any]:
+def _resized(sizes: Sizes) -> dict[str, Any]:
     return {
         "depth": sizes["layers"],
         "num_heads": sizes["heads"],
@@ -57,7 +54,7 @@ def _resized_vit(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _save_vit(network: nn.Module, config: Mapping[str, Any], folder: Path, about: Mapping[str, Any]) -> None:
+def _save(network: nn.Module, config: Mapping[str, Any], folder: Path, about: Mapping[str, Any]) -> None:
     """timm's own form: model.safetensors, and config.json with the arguments, the preprocessing and the class names.
 
     about: `label_names`, and `data_config` (input_size, mean, std, interpolation, crop_pct).
@@ -72,6 +69,45 @@ def _save_vit(network: nn.Module, config: Mapping[str, Any], folder: Path, about
         safe_serialization=True,
         data_config=about["data_config"],
     )
+
+
+def _load(network: nn.Module, source: str) -> None:
+    """The weights of `source` into `network`: a file (.safetensors, .pth), a folder of `_save`, or hf-hub:ORG/NAME."""
+    state = _read(source)
+    found = {kind: sorted(keys) for kind, keys in _unlike(network.state_dict(), state).items() if keys}
+    if found:
+        what = "; ".join(f"{kind} {', '.join(keys[:4])}" for kind, keys in found.items())
+        raise ValueError(f"{source} does not fit the network of model.config: {what}")
+    network.load_state_dict(state, strict=True)
+
+
+def _read(source: str) -> Mapping[str, Any]:
+    path = Path(source)
+    if path.is_dir():
+        path = path / "model.safetensors"
+    if not source.startswith("hf-hub:") and not path.is_file():
+        raise ValueError(f"{path} is not there: give a file, a folder such as a run's final/, or hf-hub:ORG/NAME")
+    try:
+        if source.startswith("hf-hub:"):
+            return load_state_dict_from_hf(source.removeprefix("hf-hub:"), weights_only=True)
+        return load_state_dict(str(path), use_ema=False, weights_only=True)
+    except Exception as error:  # of timm, safetensors, torch or the hub, some of many lines
+        raise ValueError(
+            f"{source} cannot be loaded ({type(error).__name__}): is it whole, and weights alone?"
+        ) from error
+
+
+def _unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, list[str]]:
+    both = ours.keys() & theirs.keys()
+    return {
+        "missing": list(ours.keys() - theirs.keys()),
+        "unexpected": list(theirs.keys() - ours.keys()),
+        "mismatched": [
+            f"{key} {tuple(theirs[key].shape)} for {tuple(ours[key].shape)}"
+            for key in both
+            if ours[key].shape != theirs[key].shape
+        ],
+    }
 
 
 VIT = Architecture(
@@ -96,10 +132,10 @@ VIT = Architecture(
         "{head,head_dist}.weight": "classes <- embed",
         "{head,head_dist}.bias": "classes",
     },
-    build=_build_vit,
-    sizes=_vit_sizes,
-    resized=_resized_vit,
+    build=_build,
+    sizes=_sizes,
+    resized=_resized,
     flops=flops.vit,
-    save=_save_vit,
+    save=_save,
+    load=_load,
 )
-"""timm's VisionTransformer: ViT, DeiT and distilled DeiT, with or without registers, LayerScale and qk-norm."""

@@ -1,0 +1,125 @@
+"""The language experiments against scratch and the small model alone, at equal FLOPs, rates tuned alike, over seeds.
+
+python benchmarks/language.py gpt_docs|bert_docs [JOBS]        (JOBS at a time, one thread each; default 2)
+
+Tunes the peak rate of the V-cycle, of scratch and of the small model alone on one grid (seed 0), then runs the best of
+each with the other seeds. All runs lie under runs/benchmark_NAME and are skipped when finished; the table, the CSV
+benchmarks/results/NAME.csv and the figure docs/NAME.png are made from the runs' own files. benchmarks/ngram.py prints
+what a 3-gram reaches on the same tokens.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from mlframe.rows import read_rows
+
+ROOT = Path(__file__).parents[1]
+METHODS = {
+    "V-cycle": [],
+    "scratch": ["plan=control", "plan.level=0"],
+    "small model alone": ["plan=control"],
+}
+SEEDS = (0, 1, 2)
+RATES = {"gpt_docs": ("2e-3", "4e-3", "8e-3"), "bert_docs": ("1e-3", "2e-3", "4e-3")}
+COLOURS = {"V-cycle": "#c2410c", "scratch": "#1d4ed8", "small model alone": "#6b7280"}
+
+Run = tuple[str, str, int]  # method, rate, seed
+
+
+def folder(name: str, run: Run) -> Path:
+    method, rate, seed = run
+    return ROOT / "runs" / f"benchmark_{name}" / f"{method.replace(' ', '_')}_{rate}_{seed}"
+
+
+def train(name: str, run: Run) -> None:
+    method, rate, seed = run
+    command = [sys.executable, "-m", "mlframe.train", f"experiment={name}", *METHODS[method], f"seed={seed}"]
+    command += [f"optimizer.lr={rate}", f"hydra.run.dir={folder(name, run)}", "logger=none", "callbacks.progress=null"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{run} failed:\n{done.stderr}")
+    print(f"{run}: test loss {results(name, run)['test/loss']:.4f}", flush=True)
+
+
+def train_all(name: str, runs: list[Run], jobs: int) -> None:
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(lambda run: train(name, run), runs))
+
+
+def results(name: str, run: Run) -> dict[str, Any]:
+    return json.loads((folder(name, run) / "results.json").read_text())
+
+
+def best_rate(name: str, method: str) -> str:
+    """By the validation split, which is not the one that the table shows."""
+    return min(RATES[name], key=lambda rate: results(name, (method, rate, 0))["val/loss"])
+
+
+def write(name: str, tuned: list[Run], chosen: list[Run]) -> None:
+    rows = []
+    for run in dict.fromkeys([*tuned, *chosen]):
+        kept = {
+            k: v for k, v in results(name, run).items() if k not in ("levels", "wall_time")
+        }  # jobs share the machine
+        rows.append({**dict(zip(("method", "rate", "seed"), run, strict=True)), "chosen": run in chosen, **kept})
+    path = ROOT / "benchmarks" / "results" / f"{name}.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    print("\n| method | rate | FLOPs | test loss, median | of the seeds |\n|---|---|---|---|---|")
+    for method in METHODS:
+        mine = [row for row in rows if row["method"] == method and row["chosen"]]
+        losses = [row["test/loss"] for row in mine]
+        spread = ", ".join(f"{loss:.3f}" for loss in losses)
+        rate, flops = mine[0]["rate"], mine[0]["total_flops"]
+        print(f"| {method} | {rate} | {flops:.4g} | {statistics.median(losses):.3f} | {spread} |")
+
+
+def draw(name: str, chosen: list[Run]) -> None:
+    figure, axes = plt.subplots(figsize=(7.2, 4.2), dpi=150)
+    labelled: set[str] = set()
+    for run in chosen:
+        method = run[0]
+        rows = [row for row in read_rows(folder(name, run) / "metrics.csv") if row.get("val/loss")]
+        flops, loss = ([float(row[key]) for row in rows] for key in ("total_flops", "val/loss"))
+        label = None if method in labelled else method
+        labelled.add(method)
+        axes.plot(flops, loss, color=COLOURS[method], alpha=0.8, linewidth=1.3, label=label)
+        if method == "V-cycle":
+            ends = [i for i in range(1, len(rows)) if rows[i]["phase"] != rows[i - 1]["phase"]]
+            axes.plot([flops[i] for i in ends], [loss[i] for i in ends], "o", color=COLOURS[method], ms=3)
+    axes.set(xlabel="total training FLOPs", ylabel="validation loss, nats a token")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    axes.set_title(f"{name}: one line a seed; dots: first validation after a transition", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(ROOT / "docs" / f"{name}.png")
+
+
+def main() -> None:
+    name, jobs = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 2
+    tuned = [(method, rate, 0) for rate in RATES[name] for method in METHODS]
+    train_all(name, tuned, jobs)
+    chosen = [(method, best_rate(name, method), seed) for method in METHODS for seed in SEEDS]
+    train_all(name, [run for run in chosen if run not in tuned], jobs)
+    write(name, tuned, chosen)
+    draw(name, chosen)
+
+
+if __name__ == "__main__":
+    main()
