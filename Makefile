@@ -38,11 +38,11 @@ train-deit: .venv/.installed  ## train a small DeiT on Fashion-MNIST in a V-cycl
 
 train-bert: .venv/.installed  ## train a small BERT on API documentation in a V-cycle, then its control
 	.venv/bin/mlframe-train experiment=bert_docs $(ARGS)
-	.venv/bin/mlframe-train experiment=bert_docs plan=control $(ARGS)
+	.venv/bin/mlframe-train experiment=bert_docs control=1 $(ARGS)
 
 train-gpt: .venv/.installed  ## train a small GPT-2 on API documentation in a V-cycle, then its control
 	.venv/bin/mlframe-train experiment=gpt_docs $(ARGS)
-	.venv/bin/mlframe-train experiment=gpt_docs plan=control $(ARGS)
+	.venv/bin/mlframe-train experiment=gpt_docs control=1 $(ARGS)
 
 test: .venv/.installed  ## run the tests
 	.venv/bin/python -m pytest $(ARGS)

@@ -36,15 +36,10 @@ def bert(sizes: Sizes) -> int:
     return 3 * (blocks(sizes, sizes["tokens"]) + head)
 
 
-def causal(sizes: Sizes) -> int:
+def causal(sizes: Sizes, mlp_matrices: int = 2) -> int:
     """Training FLOPs of a sequence of `tokens`, each of which predicts the next; the head counts once, tied or not."""
-    return 3 * (blocks(sizes, sizes["tokens"]) + 2 * sizes["predictions"] * sizes["embed"] * sizes["vocab"])
-
-
-def llama(sizes: Sizes) -> int:
-    """As `causal`, with the three matrices of a gated MLP."""
     head = 2 * sizes["predictions"] * sizes["embed"] * sizes["vocab"]
-    return 3 * (blocks(sizes, sizes["tokens"], mlp_matrices=3) + head)
+    return 3 * (blocks(sizes, sizes["tokens"], mlp_matrices) + head)
 
 
 def six_nd(parameters: int, tokens: int) -> int:

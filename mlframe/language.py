@@ -80,6 +80,8 @@ class CausalLM(LanguageModeling):
     Texts lie one after another in a row, as GPT-2 was trained: a token sees the end of the text before its own.
     """
 
+    objective = "causal"
+
     def hidden(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         ids, targets = batch
         assert isinstance(self.network, PreTrainedModel)
@@ -93,6 +95,8 @@ class MaskedLM(LanguageModeling):
     Batches are (ids with masks [B, T], the masked positions [B, P], the tokens there [B, P]). The head works on those
     positions alone, which saves most of its FLOPs: 85 % at a mask of 15 %.
     """
+
+    objective = "masked"
 
     def hidden(self, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         ids, positions, targets = batch

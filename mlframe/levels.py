@@ -99,7 +99,7 @@ def _groups(key: str, axis: str, above: Level, shrink: Shrink) -> Groups:
     n = above.sizes[axis]
     if isinstance(shrink, Sequence) and not isinstance(shrink, str):
         try:
-            return partition(shrink, n, key)
+            return partition(shrink, n, f"{key} ({axis})")
         except ValueError as error:
             raise ConfigError(str(error)) from error
     factor = 2 if shrink == "stacked" else shrink
@@ -135,9 +135,10 @@ def _level(
     try:
         with torch.device("meta"):
             network = architecture.build(config)
+        sizes = {**architecture.sizes(network), **sample}
     except Exception as error:  # whatever the model library raises
-        raise ConfigError(f"model.config does not build at level {index}: {error}") from error
-    sizes = {**architecture.sizes(network), **sample}
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"model.config does not build at level {index}: {reason}") from error
     if sizes.get("tokens", 0) > sizes.get("pos", sizes.get("tokens", 0)):
         raise ConfigError(
             f"data.sequence_length={sizes['tokens']}: the network has {sizes['pos']} positions; "

@@ -51,16 +51,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(weight.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         wanted = ctx.needs_input_grad
-        d_hidden = torch.empty_like(hidden) if wanted[0] else None
+        d_hidden = torch.empty_like(hidden, dtype=wide) if wanted[0] else None
         d_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
         d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
         for rows, logits in _logits(hidden, weight, bias):
             chosen = targets[rows, None]
             normaliser = logits.logsumexp(1, keepdim=True)
             loss += (normaliser - logits.gather(1, chosen)).sum()
-            # From here on `logits` holds its own gradient, (softmax - one-hot) / n.
-            logits.sub_(normaliser).exp_().div_(len(targets))
-            logits.scatter_add_(1, chosen, logits.new_full(chosen.shape, -1 / len(targets)))
+            # From here on `logits` holds its own gradient, softmax - one-hot. Divided by n, much of it would be 0 in
+            # half precision: that comes last.
+            logits.sub_(normaliser).exp_()
+            logits.scatter_add_(1, chosen, logits.new_full(chosen.shape, -1.0))
             narrow = logits.to(weight.dtype)
             if d_hidden is not None:
                 d_hidden[rows] = torch.matmul(narrow, weight)
@@ -69,15 +70,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if d_bias is not None:
                 d_bias += logits.sum(0)
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
-        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.n = len(targets)
         return loss / len(targets)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden, d_weight, d_bias = (None if d is None else d * grads[0] for d in ctx.saved_tensors)
-        return (
-            None if d_hidden is None else d_hidden,
-            None if d_weight is None else d_weight.to(ctx.dtypes[0]),
-            None if d_bias is None else d_bias.to(ctx.dtypes[1]),
-            None,
-        )
+        scale = grads[0] / ctx.n
+        made = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return (*(None if d is None else (d * scale).to(dtype) for d, dtype in made), None)

@@ -35,6 +35,8 @@ class LevelModule(pl.LightningModule):
     unit = "samples"
     units = 1
     """How many of `unit` a sample has."""
+    objective: str | None = None
+    """What of text the batches must be: "causal" or "masked"; None for other data."""
     logged: tuple[str, ...] = ()
     """The metrics that a callback may monitor; empty: not checked."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -92,8 +92,8 @@ class Plan:
 
 def scratch(levels: Sequence[Level], steps: int, level: int = 0) -> Plan:
     """One phase from a random init. `level` 1 or more trains a small level alone: the control of a V-cycle."""
-    if not 0 <= level < len(levels):
-        raise ConfigError(f"plan.level={level}: there are levels 0 to {len(levels) - 1} (levels.count={len(levels)})")
+    if type(level) is not int or not 0 <= level < len(levels):
+        raise ConfigError(f"level {level}: there are levels 0 to {len(levels) - 1} (levels.count={len(levels)})")
     return Plan(tuple(levels), (Phase("scratch", level, steps),))
 
 
@@ -128,10 +128,10 @@ def vcycle(
     return Plan(tuple(levels), (*phases, Phase("up 0", 0, left, alphas[0])), new_layers, split_noise)
 
 
-def control(levels: Sequence[Level], of: Callable[..., Plan], level: int = 1) -> Plan:
+def control(of: Plan, level: int) -> Plan:
     """One level alone, for as many FLOPs as the plan `of` takes: `of` has to beat this, at every level."""
-    alone = scratch(levels, 1, level)
-    return scratch(levels, max(1, round(of(levels=levels).flops(1) / alone.flops(1))), level)
+    alone = scratch(of.levels, 1, level)
+    return scratch(of.levels, max(1, round(of.flops(1) / alone.flops(1))), level)
 
 
 def _each(name: str, value: Any, n: int) -> list[Any]:
@@ -155,8 +155,11 @@ def describe(plan: Plan, samples_per_step: int) -> Table:
     """The plan as a table: sizes, parameters, steps, FLOPs, beside them the rule of thumb 6ND, and the FLOPs' share."""
     total = plan.flops(samples_per_step)
     share = total / plan.scratch_flops(samples_per_step)
+    sizes = plan.levels[0].sizes
+    text = f" of {sizes['tokens']} tokens" if "predictions" in sizes else ""
     title = (
-        f"{plan.steps:,} steps of {samples_per_step:,} samples: {total:.4g} FLOPs, {share:.0%} of as many at full size"
+        f"{plan.steps:,} steps of {samples_per_step:,} samples{text}: {total:.4g} FLOPs, "
+        f"{share:.0%} of as many at full size"
     )
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("phase", "level", "layers", "width", "parameters", "steps", "FLOPs", "6ND", "share"):

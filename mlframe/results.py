@@ -31,7 +31,7 @@ def report(console: Console, folder: Path, results: dict[str, Any]) -> None:
     if equal := _neighbours(folder, results):
         console.print(_compared(folder, results, equal))
     elif _visits_levels(folder):
-        console.print("The small model alone, for as many FLOPs, is the control of this run: add plan=control")
+        console.print("The small model alone, for as many FLOPs, is the control of this run: add control=1")
     console.print("test: " + ", ".join(f"{name} {value:.4f}" for name, value in _tested(results).items()))
     console.print(
         f"cost: {results['total_flops']:.4g} FLOPs, {results['share_of_scratch']:.0%} of as many steps at full size; "

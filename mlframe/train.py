@@ -23,16 +23,18 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError
 from rich.console import Console
 
 from mlframe import run_folder, wandb_logger
 from mlframe.checkpoint import AtomicCheckpointIO, save_network
+from mlframe.data.tokenizer import check_tokenizer
 from mlframe.errors import ConfigError
 from mlframe.ledger import Ledger
 from mlframe.levels import make_levels
 from mlframe.loop import VCycleLoop
 from mlframe.module import LevelModule
-from mlframe.plan import Plan, describe
+from mlframe.plan import Plan, control, describe
 from mlframe.results import report
 from mlframe.rows import Rows
 
@@ -64,6 +66,10 @@ def one_line() -> Iterator[None]:
         raise ConfigError(
             f"{error.full_key}: {_flat(cause)}" if hasattr(error, "full_key") else _flat(cause)
         ) from error
+    except InterpolationKeyError as error:
+        raise ConfigError(
+            f"{_flat(error)}: choose a model and data that fit each other, such as model=gpt_docs data=docs"
+        ) from error
     except Exception as error:  # libraries raise all sorts
         raise ConfigError(_flat(error)) from error
 
@@ -92,13 +98,19 @@ def train(config: DictConfig) -> dict[str, Any]:
         data.setup("fit")
         # What these refuse, they refuse here and not in the middle of a fit.
         data.train_dataloader()
+        data.val_dataloader()
+        goes_on = config.resume == "auto" and not trainer.fast_dev_run
+        last = run_folder.last_checkpoint(folder) if goes_on else None
+        if last is not None:
+            module.init_from = None  # the checkpoint has all the weights
+        elif config.init_from is not None and (tokenizer := data.about().get("tokenizer")) is not None:
+            check_tokenizer(config.init_from, tokenizer)
         module.configure_model()
         module.configure_optimizers()
         samples = config.data.batch_size * trainer.accumulate_grad_batches * trainer.world_size
         if not trainer.fast_dev_run:
             open_run(config, trainer, plan, samples)
     console.print(describe(plan, samples))
-    last = None if trainer.fast_dev_run else run_folder.last_checkpoint(folder)
     if last is not None:
         console.print(f"Going on from {last}")
     trainer.fit(module, datamodule=data, ckpt_path=last, weights_only=True)
@@ -116,6 +128,8 @@ def build(config: DictConfig) -> tuple[Plan, Any, LevelModule]:
     architecture = get_object(model["architecture"])
     levels = make_levels(architecture, model["config"], **_plain(config.levels), sample=data.sample)
     plan = instantiate(config.plan)(levels=levels)
+    if config.control is not None:
+        plan = control(plan, config.control)
     if config.trainer.fast_dev_run:
         plan = plan.shortened(int(config.trainer.fast_dev_run))
     schedule = instantiate(config.schedule)
@@ -125,7 +139,20 @@ def build(config: DictConfig) -> tuple[Plan, Any, LevelModule]:
     module = instantiate(config.model.task)(
         plan=plan, optimizer=optimizer, schedule=schedule, seed=config.seed, init_from=config.init_from
     )
+    _check_fit(data, module)
     return plan, data, module
+
+
+def _check_fit(data: Any, module: LevelModule) -> None:
+    """The data makes what the task and its network take."""
+    if (made := getattr(data, "objective", None)) != module.objective:
+        raise ConfigError(
+            f"the data is {made or 'not text'} and the task {type(module).__name__} takes "
+            f"{module.objective or 'no text'}: choose a model and data that fit each other"
+        )
+    vocab = module.plan.levels[0].sizes.get("vocab", 0)
+    if module.objective and data.vocab_size > vocab:
+        raise ConfigError(f"data.vocab_size={data.vocab_size}: the network has {vocab} (model.config.vocab_size)")
 
 
 def build_trainer(config: DictConfig, plan: Plan) -> pl.Trainer:

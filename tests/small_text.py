@@ -10,9 +10,9 @@ WORDS = [
 ]
 
 
-def write_text(folder: Path, lines: int = 2000) -> Path:
+def write_text(folder: Path, lines: int = 2000, seed: int = 0) -> Path:
     """`folder`/lines.jsonl: documents of 8 to 24 words; a word is mostly followed by one of three others."""
-    draw = random.Random(0)
+    draw = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     texts = []
     for _ in range(lines):

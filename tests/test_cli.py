@@ -136,7 +136,7 @@ def test_a_language_model_with_a_local_tokenizer_end_to_end(family: str, box: Bo
     assert first == pytest.approx(math.log(64), rel=0.05)
     assert "${" not in (run / "config.yaml").read_text()
     torch.load(run / "checkpoints" / "last.ckpt")  # weights_only, torch's default
-    assert "add plan=control" in done.stdout
+    assert "add control=1" in done.stdout
 
     # What is left loads in a fresh process, the small level's network too.
     kind = "AutoModelForMaskedLM" if family == "bert" else "AutoModelForCausalLM"
@@ -152,7 +152,7 @@ def test_a_language_model_with_a_local_tokenizer_end_to_end(family: str, box: Bo
         loaded = box.run(script, str(run / place), command=[sys.executable, "-c"])
         assert loaded.stdout.strip() == f"{layers} (1, 4, 64)", loaded.stderr
 
-    control = box.run(*[s for s in settings if not s.startswith("plan.")], "plan=control")
+    control = box.run(*settings, "control=1")
     assert control.returncode == 0, control.stderr
     table = control.stdout.split("at equal FLOPs")[1]
     assert f"{results['test/loss']:.4f}" in table, "the V-cycle's loss stands beside the control's"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from functools import partial
 from typing import Any
 
 import pytest
@@ -86,7 +85,7 @@ def test_budgets_that_cannot_be_are_named(arguments: dict[str, Any], message: st
 def test_phases_that_jump_over_a_level_and_levels_that_are_not_there_are_named() -> None:
     with pytest.raises(ConfigError, match="phase 'b' is not one level from 'a'"):
         Plan(LEVELS, (Phase("a", 0, 1), Phase("b", 2, 1)))
-    with pytest.raises(ConfigError, match=r"plan\.level=2: there are levels 0 to 1"):
+    with pytest.raises(ConfigError, match=r"level 2: there are levels 0 to 1"):
         scratch(TWO, 10, level=2)
 
 
@@ -109,8 +108,8 @@ def test_describe_shows_each_phase_in_80_columns() -> None:
 
 @pytest.mark.parametrize("level", [0, 1])
 def test_the_control_is_one_level_alone_for_the_flops_of_the_plan(level: int) -> None:
-    of = partial(vcycle, steps=1000, e_a=0.05, e_small=0.5, alpha=0.5)
-    plan, alone = of(levels=TWO), control(TWO, of, level)
+    plan = vcycle(TWO, 1000, e_a=0.05, e_small=0.5, alpha=0.5)
+    alone = control(plan, level)
     assert shape(alone) == [(level, alone.steps)]
     assert abs(alone.flops(8) - plan.flops(8)) <= TWO[level].flops * 8 / 2
     assert (alone.steps < 1000) == (level == 0)
@@ -118,7 +117,7 @@ def test_the_control_is_one_level_alone_for_the_flops_of_the_plan(level: int) ->
 
 
 def test_the_control_of_next_to_nothing_is_one_step() -> None:
-    assert control(TWO, partial(scratch, steps=1, level=1), level=0).steps == 1
+    assert control(scratch(TWO, 1, level=1), 0).steps == 1
 
 
 @pytest.mark.parametrize(("config", "steps"), [(TINY_GPT2, 1000), ({}, 300_000)], ids=["tiny", "gpt2"])

@@ -103,7 +103,7 @@ def test_another_configuration_does_not_go_on_in_the_folder(image_set: Path, tmp
         (["data.batch_size=1000"], r"fewer than the 1000 of one step.*data\.batch_size"),
         (["plan.alpha=2"], r"plan\.alpha=2"),
         (["plan.e_a=30"], "steps=20 has fewer"),
-        (["plan=scratch", "plan.level=5"], r"plan\.level=5"),
+        (["plan=scratch", "plan.level=5"], "level 5: there are levels 0 to 1"),
         (["plan.new_layers=mirror"], "mirror"),
         (["schedule.shape=triangle"], r"schedule\.shape=triangle"),
         (["+data.augment.shake=1"], "shake"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -69,7 +70,7 @@ LLAMA = Architecture(
     build=_build,
     sizes=_sizes,
     resized=_resized,
-    flops=flops.llama,
+    flops=partial(flops.causal, mlp_matrices=3),  # a gated MLP
     save=pretrained.save,
     load=pretrained.load,
 )

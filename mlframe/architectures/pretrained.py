@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 _SPARE = ("bert.pooler.", "cls.seq_relationship.")  # of published checkpoints, for next-sentence prediction
 _OPTIONS = ("attn_implementation",)  # how, not what, is computed: "sdpa" (the default) or "eager"
 
 
 def build(network: type[PreTrainedModel], config: Mapping[str, Any]) -> PreTrainedModel:
-    """The network of a config, freshly initialised. Raises ValueError for keys that its config class does not have."""
+    """The network of a config, freshly initialised. Raises ValueError for keys that its config class does not have.
+
+    transformers itself keeps an unknown key without a word. Its second names for some keys (`attribute_map`) and most
+    of what all its configs share (`return_dict`, ...) are refused too: a level could have both, the task needs its own.
+    """
     config_class = network.config_class
     assert config_class is not None
-    # transformers keeps an unknown key without a word, and takes some under a second name: a level could have both.
-    known = {*config_class().to_dict(), *_OPTIONS} - config_class.attribute_map.keys()
+    known = {*_own(config_class()), *_OPTIONS} - config_class.attribute_map.keys()
     if unknown := sorted(config.keys() - known):
-        raise ValueError(f"{config_class.__name__} has no {unknown}; it has {sorted(known - _shared())}")
+        raise ValueError(f"{config_class.__name__} has no {unknown}; it has {sorted(known)}")
     return network(config_class(**config))
 
 
-def _shared() -> set[str]:
-    """The keys that every config of transformers has."""
-    return set(PreTrainedConfig().to_dict())
+def _own(config: PreTrainedConfig) -> list[str]:
+    """The keys of a config that not all configs of transformers have, and the tie, which a few of them share."""
+    shared = PreTrainedConfig().to_dict()
+    return [*(key for key in config.to_dict() if key not in shared), "tie_word_embeddings"]
 
 
 def save(network: nn.Module, config: Mapping[str, Any], folder: Path, about: Mapping[str, Any]) -> None:
@@ -55,27 +59,40 @@ def load(network: nn.Module, source: str) -> None:
     other difference in names, shapes or configuration raises ValueError.
     """
     assert isinstance(network, PreTrainedModel)
-    loaded, info = _read(type(network), source, network.dtype)
+    loaded, info = _read(network, _place(source))
     wrong = {how: sorted(map(str, info[f"{how}_keys"])) for how in ("missing", "unexpected", "mismatched")}
     spare = (*(getattr(network, "_keys_to_ignore_on_load_unexpected", None) or ()), *_SPARE)
     wrong["unexpected"] = [key for key in wrong["unexpected"] if not any(part in key for part in spare)]
     if any(wrong.values()):
         found = "; ".join(f"{how} {_some(keys)}" for how, keys in wrong.items() if keys)
         raise ValueError(f"{source} does not fit {type(network).__name__} of model.config: {found}")
-    if differing := _differing(loaded.config, network.config):
-        raise ValueError(f"{source} has another configuration than model.config: {'; '.join(differing)}")
     network.load_state_dict(loaded.state_dict(), strict=True)
 
 
-def _read(kind: Any, source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """from_pretrained, without its tables and bars, and with one line where it cannot."""
-    if source.startswith((".", "/", "~")) and not Path(source).is_dir():
+def _place(source: str) -> str:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return str(path)
+    if source.startswith((".", "/", "~")) or source.count("/") > 1:  # a name on the hub is NAME or ORG/NAME
         raise ValueError(f"{source} is not there: give a folder such as a run's final/, or a name on the hub")
+    return source
+
+
+def _read(network: PreTrainedModel, source: str) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """from_pretrained, without its tables and bars, and with one line where it cannot."""
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    kind: Any = type(network)
+    config = copy.deepcopy(network.config)  # it takes notes in it
+    options = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": network.dtype}
     try:
-        return kind.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True, dtype=dtype)
+        theirs = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        if theirs.model_type != config.model_type:
+            raise ValueError(f"it is a {theirs.model_type} and the model a {config.model_type}")
+        if differing := _differing(theirs, config):
+            raise ValueError(f"another configuration than model.config, which has to follow: {'; '.join(differing)}")
+        return kind.from_pretrained(source, config=config, **options)
     except Exception as error:  # of transformers, safetensors, torch or the hub, some of many lines
         reason = str(error).strip().split("\n")[0].split(". ")[0]
         raise ValueError(f"{source} cannot be loaded: {type(error).__name__}: {reason}") from error
@@ -87,8 +104,7 @@ def _differing(theirs: PreTrainedConfig, ours: PreTrainedConfig) -> list[str]:
     """What differs between two configurations and changes the function: not dropout, special tokens or init."""
     free = ("drop", "token_id", "initializer_range", "use_cache", "n_inner")  # n_inner null is 4 n_embd: shapes show it
     old, new = theirs.to_dict(), ours.to_dict()
-    own = [key for key in new if key not in _shared() and not any(part in key for part in free)]
-    keys = [*own, "tie_word_embeddings"]
+    keys = [key for key in _own(ours) if not any(part in key for part in free)]
     return [f"{key} is {old.get(key)}, not {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
 
 

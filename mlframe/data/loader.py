@@ -127,8 +127,10 @@ def evaluation_batches(size: int, batch_size: int, rank: int = 0, world: int = 1
     `batch_size` (one more where a rank would be left with an empty batch).
 
     Raises:
-        ValueError: when there are fewer items than ranks.
+        ValueError: when there are fewer items than ranks, or no whole batch size.
     """
+    if type(batch_size) is not int or batch_size < 1:
+        raise ValueError(f"data.eval_batch_size={batch_size}: a whole number, 1 or more")
     if size < world:
         raise ValueError(f"an evaluation set of {size} items cannot be split over {world} processes: use fewer")
     mine = list(range(rank, size, world))

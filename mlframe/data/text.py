@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from mlframe.data.loader import Key, ResumableLoader, ResumableSampler, evaluation_batches
 from mlframe.data.masking import EVALUATION, Masking
 from mlframe.data.text_sources import Split, Texts
-from mlframe.data.tokenizer import encoder, find_tokenizer, special_id
+from mlframe.data.tokenizer import encoder, entries, find_tokenizer, special_id
 from mlframe.data.tokens import Packing, Rows, causal, masked, token_rows
 from mlframe.errors import ConfigError
 
@@ -63,11 +63,12 @@ class TextData(pl.LightningDataModule):
         super().__init__()
         if objective not in ("causal", "masked"):
             raise ConfigError(f"data.objective={objective}: use causal or masked")
-        if sequence_length < (shortest := 1 if objective == "causal" else 3):
+        shortest = 1 if objective == "causal" else 3
+        if type(sequence_length) is not int or sequence_length < shortest:
             raise ConfigError(
-                f"data.sequence_length={sequence_length}: {objective} rows take {shortest} or more tokens"
+                f"data.sequence_length={sequence_length}: a whole number of tokens, {shortest} or more ({objective})"
             )
-        if not 0 < mask <= 1:
+        if not isinstance(mask, int | float) or not 0 < mask <= 1:
             raise ConfigError(f"data.mask={mask}: the part of the tokens to predict is above 0 and at most 1")
         if val_samples is not None and val_samples < 1:
             raise ConfigError(f"data.val_samples={val_samples}: set it to 1 or more, or to null for all")
@@ -110,7 +111,7 @@ class TextData(pl.LightningDataModule):
         rows = token_rows(texts, encoder(tokenizer), packing, Path(self.folder))
         if self.objective == "masked":
             self._masking = Masking(self._masked(), special_id(tokenizer, "mask_token"), tokenizer.all_special_ids,
-                                    len(tokenizer), self.seed)  # fmt: skip
+                                    entries(tokenizer), self.seed)  # fmt: skip
         self._tokenizer, self._rows = tokenizer, rows
 
     def _packing(self, tokenizer: PreTrainedTokenizerBase) -> Packing:
@@ -160,9 +161,6 @@ class Batches(Dataset):
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def __getitem__(self, key: Key) -> tuple[Tensor, ...]:
-        return self.__getitems__([key])
 
     def __getitems__(self, keys: list[Key]) -> tuple[Tensor, ...]:
         """What DataLoader calls."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -89,7 +90,7 @@ def text_files(
             rows = _loaded(f"the {split} files {names[0]}, ...", datasets.load_dataset, kind, data_files=names,
                            split="train", **options)  # fmt: skip
             parts.append(_part(split, rows, with_text, names[0]))
-            marks += [(split, file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+            marks += [(split, str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return _texts(parts, holdout, f"the files of {train}", repr((marks, column, sample_by)))
 
 
@@ -98,7 +99,7 @@ def _files(split: str, wanted: str | Sequence[str] | None) -> dict[str, list[Pat
     found: list[Path] = []
     for pattern in [wanted] if isinstance(wanted, str | Path) else wanted or []:
         path = Path(pattern).expanduser()
-        listed = sorted(path.rglob("*") if path.is_dir() else map(Path, glob.glob(str(path), recursive=True)))
+        listed = sorted(_below(path) if path.is_dir() else map(Path, glob.glob(str(path), recursive=True)))
         files = [file for file in listed if file.is_file() and (_kind(file) or not path.is_dir())]
         if not files:
             raise ConfigError(f"data.source.{split}={pattern}: no {', '.join(KINDS)} files there")
@@ -106,6 +107,16 @@ def _files(split: str, wanted: str | Sequence[str] | None) -> dict[str, list[Pat
     if unknown := next((file for file in found if not _kind(file)), None):
         raise ConfigError(f"{unknown} is none of {', '.join(KINDS)}: convert it to one of them")
     return {kind: [file for file in found if _kind(file) == kind] for kind in dict.fromkeys(map(_kind, found)) if kind}
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """All files below a folder. rglob would leave out without a word what may not be read."""
+
+    def refuse(error: OSError) -> None:
+        raise ConfigError(f"{error.filename} cannot be read ({error.strerror}): its text would be missing") from error
+
+    for place, _, names in os.walk(folder, onerror=refuse):
+        yield from (Path(place) / name for name in names)
 
 
 def _kind(file: Path) -> str | None:
@@ -181,8 +192,11 @@ def _hf_parts(path: str, name: str | None, column: str, train: str, val: str | N
 
 
 def _loaded(what: str, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    import datasets
     from datasets.exceptions import DatasetsError
 
+    datasets.disable_progress_bars()  # ours tells how far the text is, and an error is one line
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         return load(*args, **kwargs)
     except (DatasetsError, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("mlframe.data")
 
 TRAINING_CHARACTERS = 30_000_000  # of the first training documents; more changes little and takes longer
+_LONG = re.compile(r"(\S{1000})")  # words longer than this take hours to learn from, and are none
 ALPHABET = 1000  # letters of a WordPiece vocabulary, as BERT's
 END_OF_TEXT = "<|endoftext|>"
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -64,6 +66,22 @@ def find_tokenizer(kind: str, texts: Texts, vocab_size: int, folder: Path) -> Pr
 def entries(tokenizer: PreTrainedTokenizerBase) -> int:
     """One more than the highest id."""
     return max(tokenizer.get_vocab().values()) + 1
+
+
+def check_tokenizer(source: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The embeddings of a checkpoint belong to the tokens of the tokenizer beside it, if there is one.
+
+    Raises:
+        ConfigError: when that has other tokens than `tokenizer`.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        theirs = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if theirs.get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(f"init_from={source} was trained with another tokenizer: set model.tokenizer={source}")
 
 
 def special_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
@@ -112,9 +130,10 @@ def _trained(kind: str, texts: Texts, vocab_size: int, folder: Path) -> Path:
         if not place.is_dir():
             log.info("training a %s tokenizer of %s entries on %s", kind, f"{vocab_size:,}", texts.where)
             with tempfile.TemporaryDirectory(dir=folder) as beside, rust_threads():
-                TRAINING[kind](sample(texts), vocab_size).save_pretrained(Path(beside) / kind)
+                tokenizer = TRAINING[kind](sample(texts), vocab_size)
+                tokenizer.save_pretrained(Path(beside) / kind)
                 os.replace(Path(beside) / kind, place)
-            log.info("the tokenizer is in %s", place)
+            log.info("the tokenizer, of %s entries, is in %s", f"{entries(tokenizer):,}", place)
     return place
 
 
@@ -123,7 +142,7 @@ def sample(texts: Texts) -> list[str]:
     chosen, left = [], TRAINING_CHARACTERS
     for split, text in texts.documents(0):
         if split == "train":
-            chosen.append(text[:left])
+            chosen.append(_LONG.sub(r"\1 ", text[:left]))
             left -= len(chosen[-1])
         if left <= 0:
             break

@@ -111,15 +111,18 @@ def token_rows(
             if not index.is_file():
                 Pass(texts, encoder, packing, place, save_seconds).run()
     found = json.loads(index.read_text())
-    rows = {split: Rows(place / f"{split}.bin", found["dtype"], found["width"]) for split in SPLITS}
-    if damaged := [split for split in SPLITS if len(rows[split]) != found["rows"][split]]:
+    row_bytes = found["width"] * np.dtype(found["dtype"]).itemsize
+    damaged = [s for s in SPLITS if (place / f"{s}.bin").stat().st_size != found["rows"][s] * row_bytes]
+    if damaged:
         raise ConfigError(f"{place} lacks rows of {', '.join(damaged)}: delete it and run again")
+    rows = {split: Rows(place / f"{split}.bin", found["dtype"], found["width"]) for split in SPLITS}
     if not len(rows["train"]):
         raise ConfigError(f"{texts.where}: the training split has no whole row of {packing.width} tokens: give it more "
                           "text, or set data.sequence_length lower")  # fmt: skip
     if not len(rows["val"]):
         raise ConfigError(f"{texts.where}: the validation split has no whole row of {packing.width} tokens: name one "
-                          "in data.source.val, or set data.source.holdout higher")  # fmt: skip
+                          "in data.source.val, set data.source.holdout higher, or make more documents "
+                          "of the same text (data.source.sample_by=paragraph)")  # fmt: skip
     return rows if len(rows["test"]) else {**rows, "test": rows["val"]}
 
 
@@ -227,7 +230,10 @@ class Pass:
 
     def _write_json(self, name: str, content: dict[str, Any]) -> None:
         beside = self.place / f"{name}.part"
-        beside.write_text(json.dumps(content))
+        with beside.open("w") as file:
+            file.write(json.dumps(content))
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(beside, self.place / name)
 
     @contextmanager
