@@ -99,7 +99,7 @@ def _groups(key: str, axis: str, above: Level, shrink: Shrink) -> Groups:
     n = above.sizes[axis]
     if isinstance(shrink, Sequence) and not isinstance(shrink, str):
         try:
-            return partition(shrink, n, f"{key} ({axis})")
+            return partition(shrink, n, key if key.endswith(f".{axis}") else f"{key} ({axis})")
         except ValueError as error:
             raise ConfigError(str(error)) from error
     factor = 2 if shrink == "stacked" else shrink

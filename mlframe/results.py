@@ -54,14 +54,13 @@ def _neighbours(folder: Path, results: dict[str, Any]) -> dict[Path, dict[str, A
 
 def _compared(folder: Path, results: dict[str, Any], equal: dict[Path, dict[str, Any]]) -> Table:
     names = list(_tested(results))
-    table = _table("at equal FLOPs", "levels", *names, "FLOPs", "time", text=2)
+    table = _table("levels", *names, "FLOPs", "time")
+    table.add_column("at equal FLOPs", overflow="fold")
     for run, values in {folder: results, **equal}.items():
         tested = _tested(values)
         scores = [f"{tested[name]:.4f}" if name in tested else "" for name in names]
-        levels = " ".join(map(str, _levels(run)))
-        mark = " (this run)" if run == folder else ""
-        cost = short(values["total_flops"])
-        table.add_row(f"{run.name}{mark}", levels, *scores, cost, _duration(values["wall_time"]))
+        levels, name = " ".join(map(str, _levels(run))), "this run" if run == folder else run.name
+        table.add_row(levels, *scores, short(values["total_flops"]), _duration(values["wall_time"]), name)
     return table
 
 
@@ -78,11 +77,10 @@ def _tested(results: dict[str, Any]) -> dict[str, float]:
     return {name.removeprefix("test/"): value for name, value in results.items() if name.startswith("test/")}
 
 
-def _table(*columns: str, text: int = 0) -> Table:
-    """A table whose first `text` columns are words and the others numbers."""
+def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < text else "right", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 

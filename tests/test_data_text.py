@@ -198,7 +198,10 @@ def test_setup_reads_the_source_once(folder: Path) -> None:
     ("settings", "message"),
     [
         ({"objective": "prefix"}, r"data\.objective=prefix: use causal or masked"),
-        ({"objective": "masked", "sequence_length": 2}, r"data\.sequence_length=2: masked rows take 3 or more"),
+        (
+            {"objective": "masked", "sequence_length": 2},
+            r"data\.sequence_length=2: a whole number of tokens, 3 or more",
+        ),
         ({"mask": 0.0}, r"data\.mask=0\.0"),
         ({"val_samples": 0}, r"data\.val_samples=0: set it to 1 or more"),
         ({"objective": "masked", "tokenizer": "bpe"}, r"the tokenizer has no cls_token, which the objective needs"),

@@ -170,7 +170,7 @@ def test_groups_of_key_and_value_heads_as_lists_and_stacked() -> None:
     ("config", "settings", "message"),
     [
         (TINY_LLAMA, {"heads": 3}, r"levels\.\w*heads=3: the 4 kv_heads of level 0 do not divide by 3"),
-        (TINY_LLAMA, {"heads": [[0, 1], [2, 4]]}, r"levels\.\w*heads: the groups .* each of 0 to 3 exactly once"),
+        (TINY_LLAMA, {"heads": [[0, 1], [2, 4]]}, r"levels\.heads \(kv_heads\): the groups .* each of 0 to 3"),
         (TINY_LLAMA, {"count": 4, "mlp": 1, "layers": 1, "heads": 4}, "of level 1 do not divide by 4"),
         (TINY_LLAMA, {"sample": {}}, r"llama: how many (tokens|predictions) has a sample"),
         (TINY_LLAMA, {"sample": {"tokens": 12}}, "llama: how many predictions has a sample"),
