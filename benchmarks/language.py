@@ -1,6 +1,6 @@
 """The language experiments against scratch and the small model alone, at equal FLOPs, over three seeds.
 
-python benchmarks/language.py gpt_docs|bert_docs [JOBS]        (JOBS at a time, one thread each; default 2)
+python benchmarks/language.py [gpt_docs|bert_docs [JOBS]]        (default: both; 2 jobs at a time, one thread each)
 
 Tunes the peak rate of the V-cycle and of scratch on one grid, in runs of a part of the steps with their own full decay
 (seed 0), then runs each at its best rate with every seed, and the small model alone at the V-cycle's rate once. All lie
@@ -113,8 +113,7 @@ def draw(name: str, chosen: list[Run]) -> None:
     figure.savefig(ROOT / "docs" / f"{name}.png")
 
 
-def main() -> None:
-    name, jobs = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 2
+def compare(name: str, jobs: int) -> None:
     short, whole = STEPS[name]
     tuned = [(method, rate, 0, short) for rate in RATES[name] for method in ("V-cycle", "scratch")]
     train_all(name, tuned, jobs)
@@ -124,6 +123,12 @@ def main() -> None:
     train_all(name, chosen, jobs)
     write(name, tuned, chosen)
     draw(name, chosen)
+
+
+def main() -> None:
+    jobs = int(sys.argv[2]) if len(sys.argv) > 2 else 2
+    for name in sys.argv[1:2] or STEPS:
+        compare(name, jobs)
 
 
 if __name__ == "__main__":
