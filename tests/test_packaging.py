@@ -20,7 +20,20 @@ from hatchling.builders.wheel import WheelBuilder
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
-TARGETS = ["help", "install", "train-deit", "test", "lint", "format", "types", "bench", "notebooks", "clean"]
+TARGETS = [
+    "help",
+    "install",
+    "train-deit",
+    "train-bert",
+    "train-gpt",
+    "test",
+    "lint",
+    "format",
+    "types",
+    "bench",
+    "notebooks",
+    "clean",
+]
 RELEASE = f"mlframe-{tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['version']}"
 METADATA = f"{RELEASE}.dist-info"
 
