@@ -37,7 +37,10 @@ def report(console: Console, folder: Path, results: dict[str, Any]) -> None:
         f"cost: {results['total_flops']:.4g} FLOPs, {results['share_of_scratch']:.0%} of as many steps at full size; "
         f"{_duration(results['wall_time'])} of training"
     )
-    console.print(f"in {folder}: final/ (the network), metrics.csv, plan.json, config.yaml, checkpoints/, results.json")
+    levels = ", levels/ (the smaller ones)" if (folder / "levels").is_dir() else ""
+    console.print(
+        f"in {folder}: final/ (the network){levels}, metrics.csv, plan.json, config.yaml, checkpoints/, results.json"
+    )
 
 
 def _neighbours(folder: Path, results: dict[str, Any]) -> dict[Path, dict[str, Any]]:
