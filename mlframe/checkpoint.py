@@ -32,6 +32,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         os.replace(beside, path)
 
 
+def peek(path: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself, without its tensors: those of a file are mapped and not read."""
+    file = path / "meta.pt" if path.is_dir() else path
+    peeked: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    return peeked
+
+
 class LastCheckpoint(Checkpoint):
     """Keeps `folder`/last.ckpt: every `every` optimizer steps, when training is told to stop, and at the end.
 

@@ -47,6 +47,10 @@ class LanguageModeling(LevelModule, ABC):
     def hidden(self, batch: Any) -> tuple[Tensor, Tensor]:
         """What the head reads where something is predicted, [n, embed], and the tokens to predict, [n]."""
 
+    def computes(self) -> nn.Module:
+        assert isinstance(self.network, PreTrainedModel)
+        return self.network.base_model
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         hidden, targets = self.hidden(batch)
         loss = linear_cross_entropy(hidden, *self._head(), targets)

@@ -15,13 +15,18 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.call import _call_configure_model
 
+from mlframe.accumulation import OpenWindow
 from mlframe.errors import ConfigError
+from mlframe.interruption import Interruption
 from mlframe.module import LevelModule
+from mlframe.sharding import FSDP2
 from mlframe.transition import transition
 
 
@@ -32,6 +37,9 @@ class VCycleLoop(_FitLoop):
         stock = trainer.fit_loop
         super().__init__(trainer, min_epochs=stock.min_epochs, max_epochs=stock.max_epochs)
         self.plan = module.plan
+        slurm = trainer._accelerator_connector.cluster_environment
+        requeues = isinstance(slurm, SLURMEnvironment) and slurm.auto_requeue
+        self.interruption = Interruption(slurm.requeue_signal if requeues else None)
         self.epoch_loop = _EpochLoop(trainer, min_steps=stock.min_steps, max_steps=self.plan.steps)
 
     @classmethod
@@ -40,7 +48,7 @@ class VCycleLoop(_FitLoop):
         _refuse(trainer)
         loop = cls(trainer, module)
         trainer.fit_loop = loop
-        trainer.callbacks.insert(0, StepSeed(module.seed))
+        trainer.callbacks[:0] = [StepSeed(module.seed), OpenWindow(), loop.interruption]
         for callback in trainer.callbacks:
             if isinstance(callback, (EarlyStopping, ModelCheckpoint)) and callback.monitor is not None:
                 _rank_in_last_phase(callback, module)
@@ -58,6 +66,11 @@ class VCycleLoop(_FitLoop):
     def phase_step(self) -> int:
         """Optimizer steps done in the current phase."""
         return self.epoch_loop.global_step - self.plan.start(self.module.phase_index)
+
+    @property
+    def in_window(self) -> bool:
+        """Whether a step has accumulated some of its batches and not all."""
+        return self.epoch_loop.batch_progress.current.ready % self.trainer.accumulate_grad_batches != 0
 
     def finish_phases(self) -> None:
         """Move on while the current phase has all its steps and another one follows."""
@@ -81,13 +94,21 @@ class VCycleLoop(_FitLoop):
             if (told := getattr(callback, "on_step_done", None)) is not None:
                 told(self.trainer)
 
+    def requeue(self) -> None:
+        """Put the job into SLURM's queue again, as Lightning does it: with a checkpoint of its own, too."""
+        self.trainer._signal_connector._slurm_sigusr_handler_fn(self.interruption.signum, None)
+
     def on_run_end(self) -> None:
         if self.epoch_loop.global_step >= self.plan.steps:
             self.finish_phases()  # a last phase of no steps is still a transition
             self.step_done()
         super().on_run_end()
 
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        return {**super().on_save_checkpoint(), "accumulate": self.trainer.accumulate_grad_batches}
+
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
+        state_dict = _accumulating(state_dict, self.trainer.accumulate_grad_batches)
         between_epochs = state_dict.get("epoch_loop.batch_progress", {}).get("is_last_batch", False)
         super().load_state_dict(_start_of_next_epoch(state_dict) if between_epochs else state_dict, prefix)
         if between_epochs:
@@ -95,6 +116,9 @@ class VCycleLoop(_FitLoop):
 
 
 class _EpochLoop(_TrainingEpochLoop):
+    _stop_is_due = False
+    _agreed_signum = 0
+
     def advance(self, data_fetcher: Any) -> None:
         # Before the fetch, not after the step: so the last step's checkpoint and validation see the network that was
         # trained, and a resume from it still switches. A resume may first owe the rest of a validation.
@@ -105,14 +129,36 @@ class _EpochLoop(_TrainingEpochLoop):
         super().advance(data_fetcher)
 
     def on_advance_end(self, data_fetcher: Any) -> None:
+        loop = self.trainer.fit_loop
+        assert isinstance(loop, VCycleLoop)
+        self._finish_step_before_a_stop(loop.in_window)
         super().on_advance_end(data_fetcher)
-        if self.global_step < self.max_steps:
-            # A resume counts a step that ended in a validation again, as Lightning's own saves come before the count.
-            validated = self._validates_when_resumed(data_fetcher)
-            self._batches_that_stepped -= validated
-            assert isinstance(self.trainer.fit_loop, VCycleLoop)
-            self.trainer.fit_loop.step_done()
-            self._batches_that_stepped += validated
+        self._finish_step_before_a_stop(loop.in_window)
+        if loop.in_window or self.global_step >= self.max_steps:
+            return
+        signum = self._agreed_signum if self.trainer.world_size > 1 else loop.interruption.signum
+        if signum:
+            loop.interruption.signum = signum
+            self.trainer.should_stop = True  # only now: a stop brings a validation, for which a signal leaves no time
+        # A resume counts a step that ended in a validation again, as Lightning's own saves come before the count.
+        validated = self._validates_when_resumed(data_fetcher)
+        self._batches_that_stepped -= validated
+        loop.step_done()
+        self._batches_that_stepped += validated
+        if signum and signum == loop.interruption.requeue:
+            loop.requeue()
+
+    def _finish_step_before_a_stop(self, in_window: bool) -> None:
+        """Whoever asks for a stop inside an accumulation window gets it at the window's end."""
+        self._stop_is_due = self._stop_is_due or self.trainer.should_stop
+        self.trainer.should_stop = self._stop_is_due and not in_window
+
+    def _broadcast_sigterm_tensor(self) -> None:
+        """With several processes, before each batch. Lightning's stops there; here all agree on a stop after the step,
+        also where only one of them got the signal."""
+        flag = torch.tensor(self.trainer.fit_loop.interruption.signum, device=self.trainer.strategy.root_device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        self._agreed_signum = int(flag)
 
     def _validates_when_resumed(self, data_fetcher: Any) -> bool:
         """Whether a validation is due at this batch; a stop brings one too, but a resume no longer knows of it."""
@@ -152,10 +198,10 @@ def _refuse(trainer: pl.Trainer) -> None:
             )
     if trainer.overfit_batches:
         raise ConfigError("overfit_batches replaces the order of the data; train on few images instead (debug=overfit)")
-    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy, FSDP2)):
         raise ConfigError(
-            f"{type(trainer.strategy).__name__} is not supported: the network changes size between phases; "
-            "use trainer.strategy=auto or ddp"
+            f"{type(trainer.strategy).__name__} is not supported: the network changes size between phases; use "
+            "trainer.strategy=auto or ddp, or trainer=fsdp2, which splits the weights over the processes"
         )
 
 
@@ -179,6 +225,23 @@ def _rank_in_last_phase(callback: EarlyStopping | ModelCheckpoint, module: Level
 
     for name in ("on_train_batch_end", "on_train_epoch_end", "on_validation_end"):
         setattr(callback, name, guarded(name, getattr(callback, name)))
+
+
+def _accumulating(state: dict[str, Any], accumulate: int) -> dict[str, Any]:
+    """The loop state of a run that accumulated another number of batches in a step: Lightning counts batches."""
+    before = state.get("state_dict", {}).get("accumulate", accumulate)
+    if before == accumulate:
+        return state
+    state = copy.deepcopy(state)
+    progress = state["epoch_loop.batch_progress"]
+    if progress["current"]["ready"] % before:
+        raise ConfigError(
+            f"the checkpoint was saved inside a step of {before} accumulated batches, and this run accumulates "
+            f"{accumulate}: go on from last.ckpt, which is saved between steps"
+        )
+    for counts in (progress["total"], progress["current"]):
+        counts |= {name: count * accumulate // before for name, count in counts.items()}
+    return state
 
 
 def _start_of_next_epoch(state: dict[str, Any]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class AxisMap:
         for j, weights in enumerate((self.read if reads else self.write).unbind(1)):
             term, weight = _take(x, dim, self.index[:, j]), float(weights[0])
             if not bool((weights == weight).all()):
-                term = term * weights.to(x.dtype).view([-1 if d == dim else 1 for d in range(x.ndim)])
+                term = term * weights.to(x.device, x.dtype).view([-1 if d == dim else 1 for d in range(x.ndim)])
                 weight = 1.0
             total = (term if weight == 1 else term * weight) if total is None else torch.add(total, term, alpha=weight)
         assert total is not None
@@ -86,7 +86,7 @@ def _take(x: Tensor, dim: int, index: Tensor) -> Tensor:
         for i in range(times):
             out[(*before, slice(i, None, times))] = x
         return out
-    return x.index_select(dim, index)
+    return x.index_select(dim, index.to(x.device))
 
 
 def merge(groups: Groups) -> AxisMap:

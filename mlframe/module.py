@@ -20,6 +20,7 @@ from mlframe.errors import ConfigError
 from mlframe.levels import Level
 from mlframe.plan import Phase, Plan
 from mlframe.schedule import Schedule
+from mlframe.sharding import FSDP2
 
 
 class LevelModule(pl.LightningModule):
@@ -28,6 +29,7 @@ class LevelModule(pl.LightningModule):
     optimizer: parameter groups -> optimizer, with its peak rate; `schedule` multiplies that. Norms, biases, tokens and
     whatever the network's `no_weight_decay()` names are not decayed.
     init_from: where the first phase takes its weights from (`Architecture.load`) instead of a random init.
+    compile: torch.compile each level's network.
     A subclass is a task: `training_step`, `validation_step`, `test_step`, and what a batch counts as (`unit`, `units`,
     `amount`).
     """
@@ -47,12 +49,15 @@ class LevelModule(pl.LightningModule):
         schedule: Schedule,
         seed: int = 0,
         init_from: str | None = None,
+        compile: bool = False,
     ) -> None:
         super().__init__()
-        self.plan, self.seed, self.init_from = plan, seed, init_from
+        self.plan, self.seed, self.init_from, self.compiles = plan, seed, init_from, compile
         self._make_optimizer, self._schedule = optimizer, schedule
         self.phase_index = 0
         self.network: nn.Module | None = None
+        self.goes_on = False
+        """Whether a checkpoint will fill the network, so that it needs no first weights."""
         # Plain CPU tensors, not submodules: DDP would broadcast them, the optimizer and the summary would count them.
         self.parked: dict[str, dict[str, Tensor]] = {}
 
@@ -69,13 +74,29 @@ class LevelModule(pl.LightningModule):
         return len(batch[0])
 
     def configure_model(self) -> None:
-        """Build the network, where there is none. A random init depends on the seed and the level only."""
-        if self.network is None:
-            with torch.random.fork_rng():
-                torch.manual_seed(self.seed + 1_000 * self.phase.level)
-                self.network = self.level.build()
-            if self.phase_index == 0 and self.init_from is not None:
-                self.level.architecture.load(self.network, self.init_from)
+        """Build the network, where there is none, as the trainer's strategy needs it."""
+        if self.network is not None:
+            return
+        strategy = self._trainer.strategy if self._trainer is not None else None
+        fresh = self.phase_index == 0 and not self.goes_on
+        self.network = strategy.build(self, fresh) if isinstance(strategy, FSDP2) else self.built()
+        if self.compiles:
+            torch.compiler.reset()  # the last level's graphs: torch would recompile them up to a limit, then give up
+            self.computes().compile(dynamic=False)  # in place, so that the weights keep their names
+
+    def built(self) -> nn.Module:
+        """The network with its first weights: random ones depend on the seed and the level only."""
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed + 1_000 * self.phase.level)
+            network = self.level.build()
+        if self.phase_index == 0 and self.init_from is not None:
+            self.level.architecture.load(network, self.init_from)
+        return network
+
+    def computes(self) -> nn.Module:
+        """The part of the network that is compiled: what a step calls."""
+        assert self.network is not None
+        return self.network
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         assert self.network is not None

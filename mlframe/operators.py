@@ -15,7 +15,7 @@ Source: Zou, Zhang, Deng, ICLR 2024, section 3.2 (coalescing, equations 4 to 7; 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -23,20 +23,39 @@ from torch import Tensor
 from mlframe.axes import LAYERS, Architecture, Axes, Match, Sizes, State
 from mlframe.maps import AxisMap, NewLayers, Scheme, merge, merge_layers, split, split_layers
 
+Maps = Mapping[str, AxisMap]
+"""Axis name -> the matrix that resizes it."""
+
 
 @torch.no_grad()
-def resize(state: State, architecture: Architecture, sizes: Sizes, maps: Mapping[str, AxisMap]) -> dict[str, Tensor]:
-    """Apply `maps` (axis name -> matrix) to every tensor of `state`, whose axes have the lengths `sizes`.
+def resize(state: State, architecture: Architecture, sizes: Sizes, maps: Maps) -> dict[str, Tensor]:
+    """Apply `maps` to every tensor of `state`, whose axes have the lengths `sizes`.
 
     Raises ValueError where a name is not in the architecture's table, a layer is missing or a length does not fit.
+    """
+    tied = ties(state)
+    taken = {x.untyped_storage().data_ptr() for x in state.values()}
+    out: dict[str, Tensor] = {}
+    for name, x in resized(state, architecture, sizes, maps, tied):
+        fresh = x.clone() if x.untyped_storage().data_ptr() in taken else x
+        taken.add(fresh.untyped_storage().data_ptr())
+        out[name] = fresh
+    return {name: out[tied.get(name, name)] for name in [*out, *tied]}
+
+
+@torch.no_grad()
+def resized(
+    state: State, architecture: Architecture, sizes: Sizes, maps: Maps, tied: Mapping[str, str]
+) -> Iterator[tuple[str, Tensor]]:
+    """`resize`, one tensor after the other, without those that are `tied` to another; may share memory with `state`.
+
+    `state` is read one tensor at a time (those of merging layers together), so it may fetch each as it is asked for.
     """
     if unknown := sorted(maps.keys() - architecture.axes):
         raise ValueError(f"{architecture.name}: no tensor has an axis {unknown}; there are {sorted(architecture.axes)}")
     layers = maps.get(LAYERS)
-    out: dict[str, Tensor] = {}
     blocks: dict[str, dict[int, str]] = defaultdict(dict)
     matches = architecture.match(state)
-    tied = ties(state)
     for name, first in tied.items():
         if matches[name].axes.dims != matches[first].axes.dims:
             one, other = matches[name].axes.text, matches[first].axes.text
@@ -45,16 +64,16 @@ def resize(state: State, architecture: Architecture, sizes: Sizes, maps: Mapping
         if name in tied:
             continue
         if match.layer is None or layers is None:
-            out[name] = _resized(name, state[name], match.axes, sizes, maps)
+            x = state[name]
+            yield name, _resized(name, x, match.axes, sizes, maps).to(x.dtype).contiguous()
         else:
             blocks[match.pattern][match.layer] = name
     if layers is not None:
         for pattern, names in blocks.items():
             if sorted(names) != list(range(layers.src)):
                 raise ValueError(f"{pattern}: layers {sorted(names)} instead of 0 to {layers.src - 1}")
-            out |= _resized_layers(state, [names[i] for i in range(layers.src)], matches[names[0]], sizes, maps, layers)
-    out = _finished(out, state, architecture)
-    return {name: out[tied.get(name, name)] for name in [*out, *tied]}
+            ordered = [names[i] for i in range(layers.src)]
+            yield from _resized_layers(state, ordered, matches[names[0]], sizes, maps, layers)
 
 
 def ties(state: State) -> dict[str, str]:
@@ -69,7 +88,7 @@ def ties(state: State) -> dict[str, str]:
     return tied
 
 
-def _resized(name: str, x: Tensor, axes: Axes, sizes: Sizes, maps: Mapping[str, AxisMap]) -> Tensor:
+def _resized(name: str, x: Tensor, axes: Axes, sizes: Sizes, maps: Maps) -> Tensor:
     """`x` with every axis that has a map resized, in float32 at least; may share memory with `x`."""
     if not x.is_floating_point():
         return x
@@ -94,20 +113,25 @@ def _fused(shape: torch.Size, axes: Axes) -> list[int]:
 
 
 def _resized_layers(
-    state: State, names: list[str], match: Match, sizes: Sizes, maps: Mapping[str, AxisMap], layers: AxisMap
-) -> dict[str, Tensor]:
+    state: State, names: list[str], match: Match, sizes: Sizes, maps: Maps, layers: AxisMap
+) -> Iterator[tuple[str, Tensor]]:
     """One tensor of all layers. Shrinking mixes layers first, growing last, so that each weight is touched once."""
     shrinks = layers.dst <= layers.src
-    tensors = [state[name] for name in names]
-    if not shrinks:
-        tensors = [_resized(name, x, match.axes, sizes, maps) for name, x in zip(names, tensors, strict=True)]
     weights = layers.read if match.axes.residual else layers.write
-    out: dict[str, Tensor] = {}
+    sources: dict[int, Tensor] = {}  # what a layer is made of, which is often what the one before was
+    dtype = None
     for i, (row, shares) in enumerate(zip(layers.index.tolist(), weights.tolist(), strict=True)):
-        name = match.name(i)
-        mixed = _mixed([tensors[j] for j in row], shares)
-        out[name] = _resized(name, mixed, match.axes, sizes, maps) if shrinks else mixed
-    return out
+        used = {j: share for j, share in zip(row, shares, strict=True) if share} or {row[0]: 0.0}
+        fetched = {j: state[names[j]] for j in used if j not in sources}
+        dtype = next((x.dtype for x in fetched.values()), dtype)
+        if not shrinks:
+            fetched = {j: _resized(names[j], x, match.axes, sizes, maps) for j, x in fetched.items()}
+        sources = {j: sources[j] if j in sources else fetched[j] for j in used}
+        mixed = _mixed([sources[j] for j in used], list(used.values()))
+        yield (
+            match.name(i),
+            (_resized(match.name(i), mixed, match.axes, sizes, maps) if shrinks else mixed).to(dtype).contiguous(),
+        )
 
 
 def _mixed(tensors: list[Tensor], weights: list[float]) -> Tensor:
@@ -122,20 +146,6 @@ def _mixed(tensors: list[Tensor], weights: list[float]) -> Tensor:
     return total
 
 
-def _finished(out: dict[str, Tensor], state: State, architecture: Architecture) -> dict[str, Tensor]:
-    """Contiguous, in the dtype that the same tensor of another layer has in `state`, and sharing no memory."""
-    dtypes = {match.pattern: state[name].dtype for name, match in architecture.match(state).items()}
-    patterns = {name: match.pattern for name, match in architecture.match(out).items()}
-    taken = {x.untyped_storage().data_ptr() for x in state.values()}
-    for name, x in out.items():
-        y = x.to(dtypes[patterns[name]]).contiguous()
-        if y.untyped_storage().data_ptr() in taken:
-            y = y.clone()
-        taken.add(y.untyped_storage().data_ptr())
-        out[name] = y
-    return out
-
-
 def coalesce(
     state: State, architecture: Architecture, sizes: Sizes, scheme: Scheme, new_layers: NewLayers = "copy"
 ) -> dict[str, Tensor]:
@@ -144,8 +154,12 @@ def coalesce(
     Writers are averaged and readers summed; layers are averaged, and unless `new_layers` is "copy" (the paper) what
     they add to the residual stream is summed.
     """
-    maps = {a: merge_layers(g, new_layers) if a == LAYERS else merge(g) for a, g in scheme.items()}
-    return resize(state, architecture, sizes, maps)
+    return resize(state, architecture, sizes, merging(scheme, new_layers))
+
+
+def merging(scheme: Scheme, new_layers: NewLayers = "copy") -> dict[str, AxisMap]:
+    """The maps of `coalesce`."""
+    return {axis: merge_layers(g, new_layers) if axis == LAYERS else merge(g) for axis, g in scheme.items()}
 
 
 def decoalesce(
@@ -162,11 +176,17 @@ def decoalesce(
     The inverse on the right: coalesce(decoalesce(x)) == x with the same scheme and `new_layers`. In width the network
     computes the same function, for any `split_noise`; in depth it does when `new_layers` is "identity".
     """
-    maps = {
+    return resize(state, architecture, sizes, splitting(scheme, new_layers, split_noise, seed))
+
+
+def splitting(
+    scheme: Scheme, new_layers: NewLayers = "copy", split_noise: float = 0.0, seed: int = 0
+) -> dict[str, AxisMap]:
+    """The maps of `decoalesce`."""
+    return {
         axis: split_layers(groups, new_layers) if axis == LAYERS else split(groups, split_noise, seed + i)
         for i, (axis, groups) in enumerate(sorted(scheme.items()))
     }
-    return resize(state, architecture, sizes, maps)
 
 
 @torch.no_grad()

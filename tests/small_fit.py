@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from mlframe.schedule import Schedule
 
 LEVELS = make_levels(VIT, {**TINY, "drop_path_rate": 0.1, "proj_drop_rate": 0.1}, count=3)
 PLAN = vcycle(LEVELS, 26, e_a=[5, 4], e_small=[3, 6], alpha=[0.25, 0.5])  # levels 0 1 2 1 0: 5 4 6 3 8 steps
+QUIET = replace(PLAN, levels=make_levels(VIT, TINY, count=3))  # without noise that depends on the process
 TWO = LEVELS[:2]
 SCHEDULE = Schedule("cosine", "phase", warmup=2, levels=[1.0, 2.0, 4.0])
 
@@ -45,7 +47,7 @@ class Recorder(ImageClassification):
     """Notes what each micro-batch saw: (global step, phase, rate, indices)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, mixup={"mixup_alpha": 0.8, "cutmix_alpha": 1.0}, **kwargs)
+        super().__init__(*args, **kwargs)
         self.seen: list[tuple[int, int, float, list[int]]] = []
         self.fresh: list[bool] = []
 
@@ -63,8 +65,9 @@ class Told(pl.Callback):
         module.on_phase_start()
 
 
-def loader(size: int = 48, batch: int = 4, workers: int = 0) -> ResumableLoader:
-    return ResumableLoader(Indexed(size), ResumableSampler(size, batch, seed=7), num_workers=workers)
+def loader(size: int = 48, batch: int = 4, workers: int = 0, rank: int = 0, world: int = 1) -> ResumableLoader:
+    sampler = ResumableSampler(size, batch, seed=7, rank=rank, world=world)
+    return ResumableLoader(Indexed(size), sampler, num_workers=workers)
 
 
 def fit(
@@ -73,9 +76,13 @@ def fit(
     ckpt: Path | str | None = None,
     schedule: Schedule = SCHEDULE,
     callbacks: tuple[Any, ...] = (),
+    compile: bool = False,
+    phase: int = 0,
     **settings: Any,
 ) -> tuple[Recorder, pl.Trainer]:
-    module = Recorder(plan, partial(torch.optim.AdamW, lr=1e-2), schedule, seed=1)
+    mixup = None if plan is QUIET else {"mixup_alpha": 0.8, "cutmix_alpha": 1.0}
+    module = Recorder(plan, partial(torch.optim.AdamW, lr=1e-2), schedule, seed=1, compile=compile, mixup=mixup)
+    module.phase_index = phase
     settings = {
         "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "max_epochs": -1,
         "enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False,
