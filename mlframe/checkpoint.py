@@ -12,7 +12,9 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from mlframe.errors import ConfigError
 from mlframe.module import LevelModule
+from mlframe.sharding import FSDP2, whole_state
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -25,18 +27,19 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f".{path.name}.part")
-        with beside.open("wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with beside.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError where its writer could not write
+            beside.unlink(missing_ok=True)
+            old = f"the checkpoint of before is whole: {path}" if path.exists() else "there was none before"
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"cannot write a checkpoint ({reason}); {old}. Make room, and the same command goes on"
+            ) from error
         os.replace(beside, path)
-
-
-def peek(path: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself, without its tensors: those of a file are mapped and not read."""
-    file = path / "meta.pt" if path.is_dir() else path
-    peeked: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    return peeked
 
 
 class LastCheckpoint(Checkpoint):
@@ -55,7 +58,7 @@ class LastCheckpoint(Checkpoint):
     def on_step_done(self, trainer: pl.Trainer) -> None:
         step, before = trainer.global_step, self._step
         self._step = step
-        stops = trainer.should_stop or trainer.received_sigterm or step >= trainer.max_steps
+        stops = trainer.should_stop or step >= trainer.max_steps
         if trainer.fast_dev_run:
             return
         if step != before and (step % self.every == 0 or stops):
@@ -70,17 +73,28 @@ class SaveLevels(pl.Callback):
 
     def on_phase_end(self, trainer: pl.Trainer, module: LevelModule) -> None:
         upwards = module.plan.phases[module.phase_index + 1].level < module.level.index
-        if upwards and trainer.is_global_zero and not trainer.fast_dev_run:
+        if upwards and not trainer.fast_dev_run:
             save_network(trainer, module, self.folder / str(module.level.index))
 
 
 def save_network(trainer: pl.Trainer, module: LevelModule, folder: Path) -> None:
-    """The current network in the form of its own library, with what the data says of itself (a tokenizer, classes)."""
-    assert module.network is not None
+    """The current network in the form of its own library, with what the data says of itself (a tokenizer, classes).
+
+    Every process must call it. A sharded network is gathered, whole, in the memory of process 0.
+    """
+    network = module.network
+    assert network is not None
+    if isinstance(trainer.strategy, FSDP2):
+        whole = whole_state(network.state_dict())
+        if trainer.is_global_zero:
+            network = module.level.build()
+            network.load_state_dict(whole)
+    if not trainer.is_global_zero:
+        return
     about = trainer.datamodule.about() if trainer.datamodule is not None else {}
     beside = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    module.level.architecture.save(module.network, module.level.config, beside, about)
+    module.level.architecture.save(network, module.level.config, beside, about)
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(beside, folder)

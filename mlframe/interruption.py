@@ -24,7 +24,7 @@ class Interruption(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if threading.current_thread() is threading.main_thread():
-            for signum in {signal.SIGTERM, signal.SIGINT, self.requeue} - {None}:
+            for signum in {signal.SIGTERM, signal.SIGINT, self.requeue or signal.SIGTERM}:
                 self._before[signum] = signal.signal(signum, self._note)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -117,8 +118,29 @@ class LevelModule(pl.LightningModule):
     def log_rate(self) -> None:
         self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"])
 
+    def start_at(self, checkpoint: Path) -> None:
+        """Make the module ready to go on from a checkpoint: in its phase, and without weights of its own.
+
+        A sharded strategy fills the network before any hook of Lightning's could rebuild it. Raises ConfigError where
+        the plan does not have the checkpoint's step in that phase, or the level has another shape.
+        """
+        peeked = peek(checkpoint)
+        state, step = peeked["vcycle"], peeked["global_step"]
+        phases = self.plan.phases
+        index = state["phase"]
+        if index >= len(phases) or not 0 <= step - self.plan.start(index) <= phases[index].steps:
+            raise ConfigError(
+                f"{checkpoint} stands at step {step} in phase {index + 1}, where this plan has no such step"
+            )
+        here, there = dict(self.plan.levels[phases[index].level].sizes), state["sizes"]
+        if differing := [axis for axis in {**there, **here} if there.get(axis) != here.get(axis)]:
+            unlike = ", ".join(f"{axis} {there.get(axis)} and here {here.get(axis)}" for axis in differing)
+            raise ConfigError(f"{checkpoint} is of a network of another shape: {unlike}")
+        self.phase_index, self.init_from, self.goes_on = index, None, True
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["vcycle"] = {"phase": self.phase_index, "parked": self.parked}
+        sizes = dict(self.level.sizes)
+        checkpoint["vcycle"] = {"phase": self.phase_index, "sizes": sizes, "parked": dict(self.parked)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Rebuild the checkpoint's level; this is the last hook before Lightning loads the weights into it."""
@@ -127,6 +149,13 @@ class LevelModule(pl.LightningModule):
         if state["phase"] != self.phase_index:
             self.phase_index, self.network = state["phase"], None
         self.configure_model()
+
+
+def peek(path: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself. The tensors of a file are mapped, and not read; those of a folder absent."""
+    file = path / "meta.pt" if path.is_dir() else path
+    peeked: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    return peeked
 
 
 class ImageClassification(LevelModule):

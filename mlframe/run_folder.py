@@ -17,15 +17,21 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from mlframe.errors import ConfigError
+from mlframe.module import peek
 from mlframe.plan import Plan
+from mlframe.sharding import recover
 
 _LEFT = ("results.json", "metrics.csv", "plan.json", "checkpoints", "levels", "final")
 
-_FREE = ("resume", "run_dir", "trainer.max_time", "data.workers", "logger", "callbacks.progress")
+_FREE = (
+    "resume", "run_dir", "trainer.max_time", "data.workers", "logger", "callbacks.progress",
+    # Other processes may go on with a run, as long as a step has as many samples (`check_samples`).
+    "trainer.devices", "trainer.num_nodes", "trainer.accelerator", "trainer.strategy",
+    "trainer.accumulate_grad_batches", "data.batch_size", "trainer.val_check_interval",
+)  # fmt: skip
 """May differ when a run goes on: they do not change what is computed."""
 
 
@@ -71,15 +77,32 @@ def _unlink(path: Path) -> None:
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """Where an unfinished run goes on, or None. Raises ConfigError where the file is damaged."""
+    """Where an unfinished run goes on, or None. Raises ConfigError where it is damaged."""
     path = folder / "checkpoints" / "last.ckpt"
+    recover(path)
+    return checked(path) if path.exists() else None
+
+
+def checked(path: Path) -> Path:
+    """The path of a checkpoint that can be read. Raises ConfigError with what is wrong."""
     if not path.exists():
-        return None
+        raise ConfigError(f"there is no checkpoint {path}")
     try:
-        torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        peek(path)
     except Exception as error:
         raise ConfigError(f"{path} cannot be read ({type(error).__name__}): remove it, or add resume=never") from error
     return path
+
+
+def check_samples(folder: Path, samples: int) -> None:
+    """Raise ConfigError where a step of the run in the folder has another number of samples, over all processes."""
+    path = folder / "plan.json"
+    before = json.loads(path.read_text())["samples_per_step"] if path.exists() else samples
+    if before != samples:
+        raise ConfigError(
+            f"{folder} holds a run with {before} samples in a step, and this one has {samples}: change data.batch_size "
+            "or trainer.accumulate_grad_batches so that batch size x accumulated batches x processes is the same"
+        )
 
 
 def write_plan(folder: Path, plan: Plan, samples_per_step: int) -> None:

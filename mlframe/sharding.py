@@ -133,7 +133,7 @@ class FSDP2(ModelParallelStrategy):
 
 def layer_modules(network: nn.Module, architecture: Architecture) -> list[nn.Module]:
     """The network's layers, as its architecture's table names them."""
-    paths = {}
+    paths: dict[str, None] = {}
     for match in architecture.match(network.state_dict()).values():
         if match.layer is not None:
             paths[match.pattern.split("{layers}")[0] + str(match.layer)] = None
@@ -150,7 +150,7 @@ def parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = on_meta  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
@@ -164,14 +164,18 @@ class Whole(Mapping[str, Tensor]):
         self.shards, self.device = shards, device
 
     def __getitem__(self, name: str) -> Tensor:
-        x = self.shards[name].to(self.device)
-        return x.full_tensor() if isinstance(x, DTensor) else x
+        return _whole(self.shards[name], self.device)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shards)
 
     def __len__(self) -> int:
         return len(self.shards)
+
+
+def _whole(x: Tensor, device: Any) -> Tensor:
+    x = x.to(device)
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def local(x: Tensor) -> Tensor:
@@ -202,10 +206,9 @@ def whole_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     first = not dist.is_initialized() or dist.get_rank() == 0
     out: dict[str, Tensor] = {}
     for name, x in state.items():
-        if isinstance(x, DTensor):
-            x = x.to(x.device_mesh.device_type).full_tensor()
+        whole = _whole(x, x.device_mesh.device_type) if isinstance(x, DTensor) else x
         if first:
-            out[name] = x.detach().cpu()
+            out[name] = whole.detach().cpu()
     return out
 
 

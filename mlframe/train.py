@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,12 +14,12 @@ from typing import Any
 
 import hydra
 import lightning.pytorch as pl
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from hydra.utils import get_object, instantiate
 from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
@@ -29,7 +28,7 @@ from rich.console import Console
 from mlframe import run_folder, wandb_logger
 from mlframe.checkpoint import AtomicCheckpointIO, save_network
 from mlframe.data.tokenizer import check_tokenizer
-from mlframe.errors import ConfigError
+from mlframe.errors import ConfigError, Interrupted
 from mlframe.ledger import Ledger
 from mlframe.levels import make_levels
 from mlframe.loop import VCycleLoop
@@ -37,6 +36,7 @@ from mlframe.module import LevelModule
 from mlframe.plan import Plan, control, describe
 from mlframe.results import report
 from mlframe.rows import Rows
+from mlframe.sharding import FSDP2
 
 _PACKAGED = Path(__file__).parent / "conf"
 CONF = _PACKAGED if _PACKAGED.exists() else Path(__file__).parents[1] / "conf"
@@ -99,21 +99,30 @@ def train(config: DictConfig) -> dict[str, Any]:
         # What these refuse, they refuse here and not in the middle of a fit.
         data.train_dataloader()
         data.val_dataloader()
+        samples = config.data.batch_size * trainer.accumulate_grad_batches * trainer.world_size
         goes_on = config.resume == "auto" and not trainer.fast_dev_run
-        last = run_folder.last_checkpoint(folder) if goes_on else None
-        if last is not None:
-            module.init_from = None  # the checkpoint has all the weights
+        start = run_folder.last_checkpoint(folder) if goes_on else None
+        if start is not None:
+            run_folder.check_samples(folder, samples)
+        elif config.ckpt_path is not None:
+            start = run_folder.checked(Path(config.ckpt_path))
+        if start is not None:
+            module.start_at(start)
         elif config.init_from is not None and (tokenizer := data.about().get("tokenizer")) is not None:
             check_tokenizer(config.init_from, tokenizer)
-        module.configure_model()
-        module.configure_optimizers()
-        samples = config.data.batch_size * trainer.accumulate_grad_batches * trainer.world_size
+        if config.compile:
+            _check_compiler(trainer.strategy.root_device)
+        if not isinstance(trainer.strategy, FSDP2):  # which can only build once all its processes run
+            module.configure_model()
+            module.configure_optimizers()
         if not trainer.fast_dev_run:
             open_run(config, trainer, plan, samples)
     console.print(describe(plan, samples))
-    if last is not None:
-        console.print(f"Going on from {last}")
-    trainer.fit(module, datamodule=data, ckpt_path=last, weights_only=True)
+    if start is not None:
+        console.print(f"Going on from {start}")
+    trainer.fit(module, datamodule=data, ckpt_path=start, weights_only=True)
+    if signum := trainer.fit_loop.interruption.signum:
+        raise Interrupted(signum)
     if trainer.fast_dev_run:
         console.print(f"fast_dev_run: all {len(plan.phases)} phases ran; nothing was written")
         return {}
@@ -137,7 +146,12 @@ def build(config: DictConfig) -> tuple[Plan, Any, LevelModule]:
         raise ConfigError(f"data.batch_size={config.data.batch_size}: mixup takes images in pairs, so an even number")
     optimizer = instantiate(config.optimizer, _convert_="all")
     module = instantiate(config.model.task)(
-        plan=plan, optimizer=optimizer, schedule=schedule, seed=config.seed, init_from=config.init_from
+        plan=plan,
+        optimizer=optimizer,
+        schedule=schedule,
+        seed=config.seed,
+        init_from=config.init_from,
+        compile=config.compile,
     )
     _check_fit(data, module)
     return plan, data, module
@@ -153,6 +167,13 @@ def _check_fit(data: Any, module: LevelModule) -> None:
     vocab = module.plan.levels[0].sizes.get("vocab", 0)
     if module.objective and data.vocab_size > vocab:
         raise ConfigError(f"data.vocab_size={data.vocab_size}: the network has {vocab} (model.config.vocab_size)")
+
+
+def _check_compiler(device: torch.device) -> None:
+    try:
+        torch.compile(lambda x: x + 1)(torch.ones(1, device=device))
+    except Exception as error:
+        raise ConfigError(f"compile=true: torch.compile does not work here ({_flat(error)[:200]})") from error
 
 
 def build_trainer(config: DictConfig, plan: Plan) -> pl.Trainer:
@@ -192,8 +213,7 @@ def finish(config: DictConfig, trainer: pl.Trainer, module: LevelModule, data: A
             f"{plan.steps:,}; the same command{more} goes on from there"
         )
         return {}
-    if trainer.is_global_zero:
-        save_network(trainer, module, folder / "final")
+    save_network(trainer, module, folder / "final")
     ledger = next(callback for callback in trainer.callbacks if isinstance(callback, Ledger))
     results: dict[str, Any] = {}
     for evaluate in (trainer.validate, trainer.test):
@@ -251,9 +271,9 @@ def _hydra_main(config: DictConfig) -> None:
         logging.getLogger("mlframe").debug("", exc_info=True)
         line = str(error).strip().splitlines()[-1]  # a loader's worker sends a traceback before it
         sys.exit(f"mlframe-train: {line}")
-    except SIGTERMException:
-        console.print("Stopped by SIGTERM; the same command goes on from the last checkpoint")
-        sys.exit(128 + signal.SIGTERM)
+    except Interrupted as error:
+        console.print(str(error))
+        sys.exit(error.code if rank_zero_only.rank == 0 else 0)  # or Lightning would kill process 0 at its work
     finally:
         wandb_logger.finish(failed)
 
