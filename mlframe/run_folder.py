@@ -69,6 +69,8 @@ def begin(folder: Path, config: DictConfig) -> None:
         for name in _LEFT:
             (shutil.rmtree if (folder / name).is_dir() else _unlink)(folder / name)
     folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("hpc_ckpt_*"):  # Lightning's, of a requeued job: last.ckpt holds the same, and moves on
+        (shutil.rmtree if path.is_dir() else _unlink)(path)
     _write(folder / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
 
 

@@ -107,6 +107,8 @@ def train(config: DictConfig) -> dict[str, Any]:
         elif config.ckpt_path is not None:
             start = run_folder.checked(Path(config.ckpt_path))
         if start is not None:
+            if start.is_dir() and not isinstance(trainer.strategy, FSDP2):
+                raise ConfigError(f"{start} is in shards: trainer=fsdp2 reads it, also with trainer.devices=1")
             module.start_at(start)
         elif config.init_from is not None and (tokenizer := data.about().get("tokenizer")) is not None:
             check_tokenizer(config.init_from, tokenizer)
