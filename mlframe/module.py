@@ -141,6 +141,11 @@ class LevelModule(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         sizes = dict(self.level.sizes)
         checkpoint["vcycle"] = {"phase": self.phase_index, "sizes": sizes, "parked": dict(self.parked)}
+        if not isinstance(self.trainer.strategy, FSDP2):
+            checkpoint["optimizer_states"] = [
+                _numbered_as(self, optimizer, state)
+                for optimizer, state in zip(self.trainer.optimizers, checkpoint["optimizer_states"], strict=True)
+            ]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Rebuild the checkpoint's level; this is the last hook before Lightning loads the weights into it."""
@@ -149,6 +154,15 @@ class LevelModule(pl.LightningModule):
         if state["phase"] != self.phase_index:
             self.phase_index, self.network = state["phase"], None
         self.configure_model()
+
+
+def _numbered_as(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """The optimizer's state with its parameters numbered as those of the module, where torch numbers them group by
+    group: so that a sharded strategy, which goes by the module, can read it too. Order alone counts to the others."""
+    number = {parameter: i for i, parameter in enumerate(module.parameters())}
+    ids = [number[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    groups = [{**group, "params": [ids[i] for i in group["params"]]} for group in state["param_groups"]]
+    return {"state": {ids[i]: moments for i, moments in state["state"].items()}, "param_groups": groups}
 
 
 def peek(path: Path) -> dict[str, Any]:

@@ -65,6 +65,17 @@ class Told(pl.Callback):
         module.on_phase_start()
 
 
+class SaveAtValidation(pl.Callback):
+    """A checkpoint after each validation, also inside an accumulation window: `folder`/BATCH.ckpt."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            trainer.save_checkpoint(self.folder / f"{trainer.fit_loop.total_batch_idx:03}.ckpt")
+
+
 def loader(size: int = 48, batch: int = 4, workers: int = 0, rank: int = 0, world: int = 1) -> ResumableLoader:
     sampler = ResumableSampler(size, batch, seed=7, rank=rank, world=world)
     return ResumableLoader(Indexed(size), sampler, num_workers=workers)
@@ -77,14 +88,14 @@ def fit(
     schedule: Schedule = SCHEDULE,
     callbacks: tuple[Any, ...] = (),
     compile: bool = False,
-    phase: int = 0,
     **settings: Any,
 ) -> tuple[Recorder, pl.Trainer]:
     mixup = None if plan is QUIET else {"mixup_alpha": 0.8, "cutmix_alpha": 1.0}
     # Gradients that are zero but for rounding (those of the keys' biases) must not become steps of full length.
     adamw = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3 if plan is QUIET else 1e-8)
     module = Recorder(plan, adamw, schedule, seed=1, compile=compile, mixup=mixup)
-    module.phase_index = phase
+    if ckpt is not None:
+        module.start_at(Path(ckpt))
     settings = {
         "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "max_epochs": -1,
         "enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False,

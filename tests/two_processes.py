@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +14,30 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from small_fit import PLAN, QUIET, fit, loader
+from lightning.pytorch.strategies import DDPStrategy
+from small_fit import PLAN, QUIET, SaveAtValidation, fit, loader
 
 from mlframe.checkpoint import AtomicCheckpointIO
-from mlframe.module import peek
 from mlframe.plan import Plan
 from mlframe.sharding import FSDP2, local, whole_state
 
-STEPS = (3, 5, 7, 9, 13, 18, 21)  # phase boundaries 5, 9, 15, 18; epochs of 6 batches
+STEPS = (5, 12, 19)  # phases begin at steps 5, 9, 15 and 18, epochs every 6
+HALF = {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}
 
 
-def launch(folder: Path, *arguments: str) -> None:
-    """Run this script in two processes, as torchrun would."""
+def launch(folder: Path, *cases: str, world: int = 2) -> None:
+    """Run `cases` of this script in some processes, as torchrun starts them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-              "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test", "OMP_NUM_THREADS": "1"}  # fmt: skip
-    command = [sys.executable, __file__, str(folder), *arguments]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "GROUP_RANK": "0",
+              "LOCAL_WORLD_SIZE": str(world), "TORCHELASTIC_RUN_ID": "test", "OMP_NUM_THREADS": "1"}  # fmt: skip
+    command = [sys.executable, __file__, str(folder), *cases]
     running = [subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-               for rank in range(2)]  # fmt: skip
+               for rank in range(world)]  # fmt: skip
     for process in running:
-        out, _ = process.communicate(timeout=240)
+        out, _ = process.communicate(timeout=400)
         assert process.returncode == 0, out
 
 
@@ -58,50 +60,72 @@ class Synced(pl.Callback):
 
 
 def run(folder: Path, name: str, strategy: Any, plan: Plan = PLAN, ckpt: Path | None = None, every: int = 0,
-        **settings: Any) -> None:  # fmt: skip
-    rank, synced = int(os.environ["RANK"]), Synced()
-    callbacks: list[Any] = [synced]
+        more: tuple[pl.Callback, ...] = (), **settings: Any) -> None:  # fmt: skip
+    rank, world, synced = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Synced()
+    callbacks: list[Any] = [synced, *more]
     if every:
         callbacks.append(ModelCheckpoint(folder / name, "{step}", every_n_train_steps=every, save_top_k=-1))
+    data = loader(batch=4 // world if plan is QUIET else 4, rank=rank, world=world)
     module, trainer = fit(
-        plan, loader(batch=2 if plan is QUIET else 4, rank=rank, world=2), ckpt, callbacks=tuple(callbacks),
-        phase=peek(ckpt)["vcycle"]["phase"] if ckpt else 0, strategy=strategy, devices=2,
+        plan, data, ckpt, callbacks=tuple(callbacks), strategy=strategy, devices=world,
         enable_checkpointing=bool(every), plugins=[AtomicCheckpointIO()], **settings,
     )  # fmt: skip
     assert module.network is not None
-    moments = {
-        f"{i}.{key}": value
-        for i, state in enumerate(trainer.optimizers[0].state.values())
-        for key, value in state.items()
-    }
-    whole = [whole_state(module.network.state_dict()), whole_state(moments)]
-    ddp = strategy == "ddp"
-    result = {"weights": module.network.state_dict() if ddp else whole[0], "moments": whole[1],
-              "steps": synced.steps, "parts": sorted(synced.parts), "seen": module.seen}  # fmt: skip
+    states = trainer.optimizers[0].state.values()
+    moments = {f"{i}.{key}": value for i, state in enumerate(states) for key, value in state.items()}
+    weights, moments = whole_state(module.network.state_dict()), whole_state(moments)
+    if strategy == "ddp":  # of which every process has all
+        weights = module.network.state_dict()
+    result = {"weights": weights, "moments": moments, "steps": synced.steps, "parts": sorted(synced.parts),
+              "seen": module.seen}  # fmt: skip
     torch.save(result, folder / f"{name}.{rank}.pt")
 
 
 def ddp(folder: Path) -> None:
-    """Every step of the whole run, with what dropout and mixup draw; from some of its steps on; and without noise."""
-    run(folder, "ddp", "ddp", every=1, accumulate_grad_batches=2, precision="bf16-mixed")
+    """The whole run, with what dropout and mixup draw; then from some of its steps; then without such noise."""
+    run(folder, "ddp", "ddp", every=1, **HALF)
     for step in STEPS:
-        ckpt = folder / "ddp" / f"step={step}.ckpt"
-        run(folder, f"ddp from {step}", "ddp", ckpt=ckpt, accumulate_grad_batches=2, precision="bf16-mixed")
+        run(folder, f"ddp from {step}", "ddp", ckpt=folder / "ddp" / f"step={step}.ckpt", **HALF)
     run(folder, "quiet ddp", "ddp", QUIET, every=13)
+    # Validations every 7 batches cut windows of 2: these checkpoints have the gradients of each process.
+    at = SaveAtValidation(folder / "window")
+    run(folder, "window", "ddp", more=(at,), **HALF)
+    for path in sorted((folder / "window").glob("*.ckpt"))[2:5:2]:
+        run(folder, f"window from {path.stem}", "ddp", ckpt=path, **HALF)
 
 
 def fsdp2(folder: Path) -> None:
-    for sharded in (True, False):
-        name = "shards" if sharded else "whole"
-        run(folder, name, FSDP2(sharded_checkpoints=sharded), every=1, accumulate_grad_batches=2)
-        for step in STEPS[:: 1 if sharded else 3]:
-            ckpt = folder / name / f"step={step}.ckpt"
-            run(folder, f"{name} from {step}", FSDP2(sharded), ckpt=ckpt, accumulate_grad_batches=2)
+    """With checkpoints in shards and in one file."""
+    for name, steps in (("shards", STEPS[:2]), ("file", STEPS[1:2])):
+        strategy = partial(FSDP2, sharded_checkpoints=name == "shards")
+        run(folder, name, strategy(), every=1, **HALF)
+        for step in steps:
+            run(folder, f"{name} from {step}", strategy(), ckpt=folder / name / f"step={step}.ckpt", **HALF)
     run(folder, "quiet fsdp2", FSDP2(), QUIET, every=13)
+    run(folder, "quiet fsdp2 from ddp", FSDP2(), QUIET, ckpt=folder / "quiet ddp" / "step=13.ckpt")
+
+
+def fewer(folder: Path) -> None:
+    """One process reads the shards of two."""
+    run(folder, "fewer", FSDP2(), QUIET, ckpt=folder / "quiet fsdp2" / "step=13.ckpt")
+
+
+def stale(folder: Path) -> None:
+    """A transition that keeps the wrapper of the network before, as a control of `Synced`."""
+    set_up = DDPStrategy.setup
+
+    def only_first(strategy: DDPStrategy, trainer: pl.Trainer) -> None:
+        if trainer.global_step == 0:
+            set_up(strategy, trainer)
+        else:
+            strategy.setup_optimizers(trainer)
+
+    DDPStrategy.setup = only_first  # type: ignore[method-assign]
+    run(folder, "stale", "ddp")
 
 
 if __name__ == "__main__":
     where = Path(sys.argv[1])
     torch.set_num_threads(1)
     for case in sys.argv[2:]:
-        globals()[case](where)
+        {"ddp": ddp, "fsdp2": fsdp2, "fewer": fewer, "stale": stale}[case](where)
