@@ -122,16 +122,16 @@ def _resized_layers(
     dtype = None
     for i, (row, shares) in enumerate(zip(layers.index.tolist(), weights.tolist(), strict=True)):
         used = {j: share for j, share in zip(row, shares, strict=True) if share} or {row[0]: 0.0}
-        fetched = {j: state[names[j]] for j in used if j not in sources}
-        dtype = next((x.dtype for x in fetched.values()), dtype)
-        if not shrinks:
-            fetched = {j: _resized(names[j], x, match.axes, sizes, maps) for j, x in fetched.items()}
-        sources = {j: sources[j] if j in sources else fetched[j] for j in used}
-        mixed = _mixed([sources[j] for j in used], list(used.values()))
-        yield (
-            match.name(i),
-            (_resized(match.name(i), mixed, match.axes, sizes, maps) if shrinks else mixed).to(dtype).contiguous(),
-        )
+        sources = {j: x for j, x in sources.items() if j in used}
+        for j in [j for j in used if j not in sources]:
+            sources[j] = state[names[j]]
+            dtype = sources[j].dtype
+            if not shrinks:
+                sources[j] = _resized(names[j], sources[j], match.axes, sizes, maps)
+        name, mixed = match.name(i), _mixed([sources[j] for j in used], list(used.values()))
+        if shrinks:
+            mixed = _resized(name, mixed, match.axes, sizes, maps)
+        yield name, mixed.to(dtype).contiguous()
 
 
 def _mixed(tensors: list[Tensor], weights: list[float]) -> Tensor:

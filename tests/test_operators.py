@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import weakref
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from conftest import FAMILIES, TINY, TINY_BERT, TINY_GPT2, Family, error, inputs_for, outputs, randomised
-from torch import nn
+from torch import Tensor, nn
 
 from mlframe.architectures import BERT, BERT_PAPER, GPT2_PAPER, VIT
 from mlframe.axes import Sizes
+from mlframe.levels import make_levels
 from mlframe.maps import Groups, Scheme, adjacent, stacked
-from mlframe.operators import coalesce, decoalesce, interpolate, resize
+from mlframe.operators import coalesce, decoalesce, interpolate, merging, resize, resized, splitting
 
 families = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
@@ -278,3 +281,35 @@ def test_what_does_not_fit_is_named() -> None:
         interpolate(state, state, 3)
     with pytest.raises(ValueError, match=r"cls_token \(_ _ embed\): the map resizes 64 entries"):
         coalesce(state, VIT, sizes, {"embed": adjacent(64, 32)})
+
+
+def test_tensors_are_read_one_at_a_time() -> None:
+    """So that of a sharded network no process holds more than what one tensor is made of: at most a pair of layers."""
+    family = FAMILIES["gpt2"]
+    above, below = make_levels(family.architecture, family.config, sample=family.sample)
+
+    class Counted(Mapping[str, Tensor]):
+        def __init__(self, state: Mapping[str, Tensor]) -> None:
+            self.state, self.read, self.most = state, list[weakref.ref[Tensor]](), 0
+
+        def __getitem__(self, name: str) -> Tensor:
+            x = self.state[name].clone()
+            self.read.append(weakref.ref(x))
+            self.most = max(self.most, sum(ref() is not None for ref in self.read))
+            return x
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(self.state)
+
+        def __len__(self) -> int:
+            return len(self.state)
+
+    large = Counted(above.build().state_dict())
+    small = Counted(below.build().state_dict())
+    for _ in resized(large, family.architecture, above.sizes, merging(below.scheme), {}):
+        pass
+    for _ in resized(small, family.architecture, below.sizes, splitting(below.scheme), {}):
+        pass
+    for state in (large, small):
+        assert 2 <= state.most <= 4, "the tensors of a pair, and those of the pair before while they are replaced"
+        assert len(state) > 20
