@@ -12,7 +12,15 @@ from lightning.pytorch.trainer import call
 
 USED = {
     "_FitLoop": ["on_run_end", "setup_data", "load_state_dict", "state_dict", "total_batch_idx"],
-    "_TrainingEpochLoop": ["advance", "on_advance_end", "global_step", "restarted_on_last", "_should_check_val_fx"],
+    "_TrainingEpochLoop": [
+        "advance",
+        "on_advance_end",
+        "global_step",
+        "restarted_on_last",
+        "_should_check_val_fx",
+        "_broadcast_sigterm_tensor",
+        "done",
+    ],
     "_EvaluationLoop": ["restarted_mid_evaluation"],
 }
 
@@ -48,6 +56,17 @@ def test_the_loop_state_that_the_epoch_repair_rewrites() -> None:
     assert set(state["epoch_progress"]) >= {"total", "current"}, moved("the key epoch_progress")
     assert "is_last_batch" in state["epoch_loop.batch_progress"], moved("the key epoch_loop.batch_progress")
     assert "_batches_that_stepped" in state["epoch_loop.state_dict"], moved("the key _batches_that_stepped")
+    assert {"ready", "completed"} <= state["epoch_loop.batch_progress"]["current"].keys(), moved("the batch counters")
     assert hasattr(loop, "max_batches"), moved("_FitLoop.max_batches")
     step = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
     assert "completed" in step["total"], moved("the optimizer's step counter")
+
+
+def test_signals_and_the_cluster() -> None:
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    handler = getattr(getattr(trainer, "_signal_connector", None), "_slurm_sigusr_handler_fn", None)
+    assert handler is not None, moved("trainer._signal_connector._slurm_sigusr_handler_fn")
+    assert len(inspect.signature(handler).parameters) == 2, moved("the arguments of SLURM's handler")
+    assert hasattr(trainer._accelerator_connector, "cluster_environment"), moved("the cluster environment")
+    source = inspect.getsource(loops._TrainingEpochLoop.advance)
+    assert "self._broadcast_sigterm_tensor()" in source, moved("the agreement of processes on a signal")
