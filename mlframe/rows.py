@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,13 @@ class Rows(Logger):
 
 
 def read_rows(path: str | Path) -> list[dict[str, str]]:
-    """The rows of a metrics.csv, as text; "" where a row has no such metric. No file is no rows."""
+    """The rows of a metrics.csv, as text; "" where a row has no such metric. No file is no rows.
+
+    A last row without its line's end is one that a kill cut off, and is left out.
+    """
     path = Path(path)
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+        text = file.read()
+    return list(csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline="")))

@@ -42,3 +42,15 @@ def test_a_resumed_run_replaces_the_rows_of_lost_steps(tmp_path: Path) -> None:
 
 def test_no_file_is_no_rows(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "none.csv") == []
+
+
+def test_a_row_that_a_kill_cut_off_is_left_out(tmp_path: Path) -> None:
+    """Its step could be read as an earlier one: 1 of 12."""
+    rows = Rows(tmp_path)
+    for step in range(13):
+        rows.log_metrics({"loss": 0.5}, step)
+    text = rows.path.read_bytes()
+    rows.path.write_bytes(text[: text.rindex(b"12") + 1])
+    assert [row["step"] for row in read_rows(rows.path)] == [str(step) for step in range(12)]
+    Rows(tmp_path).log_metrics({"loss": 0.5}, 12)
+    assert rows.path.read_bytes() == text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from safetensors.torch import load_file
 
-from mlframe.errors import ConfigError
+from mlframe.errors import ConfigError, Interrupted
 from mlframe.module import ImageClassification
-from mlframe.rows import read_rows
+from mlframe.rows import Rows, read_rows
 from mlframe.train import CONF, train
 
 
@@ -91,6 +93,50 @@ def test_another_configuration_does_not_go_on_in_the_folder(image_set: Path, tmp
         train(config_of(image_set, tmp_path, "steps=4", "optimizer.lr=0.5"))
     assert train(config_of(image_set, tmp_path, "steps=1", "resume=never"))["steps"] == 1
     assert [row["step"] for row in read_rows(tmp_path / "metrics.csv") if row["train/loss"]] == ["0"], "no stale rows"
+
+
+def test_a_run_begins_at_a_checkpoint_of_another(image_set: Path, tmp_path: Path) -> None:
+    """ckpt_path: the same plan ends in the same weights, a longer last phase goes on longer, others are refused."""
+    train(config_of(image_set, tmp_path / "whole", "callbacks.last.every=13", "trainer.max_time={minutes: 5}"))
+    best = tmp_path / "whole" / "checkpoints" / "best.ckpt"
+    saved = torch.load(best)["global_step"]
+    assert saved in (16, 20)
+    train(config_of(image_set, tmp_path / "fork", f"ckpt_path='{best}'"))
+    whole, fork = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("whole", "fork"))
+    assert all(torch.equal(whole[name], fork[name]) for name in whole)
+    steps = [row["step"] for row in read_rows(tmp_path / "fork" / "metrics.csv") if row.get("train/loss")]
+    assert steps == [str(step) for step in range(saved, 20)]
+    plan = ["plan.e_a=[1]", "plan.e_small=[10]"]
+    assert train(config_of(image_set, tmp_path / "longer", f"ckpt_path='{best}'", "steps=22", *plan))["steps"] == 22
+    for override, message in (
+        ("steps=12", r"stands at step \d+ in phase 3, where this plan has no such step"),
+        ("model.config.depth=4", "of a network of another shape: layers 6 and here 4"),
+        ("ckpt_path=nowhere.ckpt", "there is no checkpoint nowhere.ckpt"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            train(config_of(image_set, tmp_path / "wrong", f"ckpt_path='{best}'", override))
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_a_run_goes_on_with_other_batches_of_the_same_step(
+    image_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ["trainer.val_check_interval=100", "callbacks.last.every=7"]
+    rows = Rows.log_metrics
+
+    def stopping(self: Rows, metrics: dict[str, float], step: int | None = None) -> None:
+        rows(self, metrics, step)
+        if step == 9:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(Rows, "log_metrics", stopping)
+        train(config_of(image_set, tmp_path, *settings))
+    assert torch.load(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 10
+    halves = ["data.batch_size=8", "trainer.accumulate_grad_batches=2", "trainer.val_check_interval=200"]
+    with pytest.raises(ConfigError, match="holds a run with 16 samples in a step, and this one has 8"):
+        train(config_of(image_set, tmp_path, *settings, "data.batch_size=8"))
+    assert train(config_of(image_set, tmp_path, *settings, *halves))["images"] == 20 * 16
 
 
 @pytest.mark.parametrize(
