@@ -129,9 +129,10 @@ def test_a_run_goes_on_with_other_batches_of_the_same_step(
         if step == 9:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+    with monkeypatch.context() as patch:
         patch.setattr(Rows, "log_metrics", stopping)
-        train(config_of(image_set, tmp_path, *settings))
+        with pytest.raises(Interrupted):
+            train(config_of(image_set, tmp_path, *settings))
     assert torch.load(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 10
     halves = ["data.batch_size=8", "trainer.accumulate_grad_batches=2", "trainer.val_check_interval=200"]
     with pytest.raises(ConfigError, match="holds a run with 16 samples in a step, and this one has 8"):
