@@ -85,8 +85,8 @@ def row(*cells: str) -> None:
 
 
 def main(counts: list[int]) -> None:
-    row("network", "processes", "training: weights, gradients, moments", "transition: new weights", "and at most, for a moment",
-        "parked, on the CPU")  # fmt: skip
+    row("network", "processes", "training: weights, gradients, moments", "transition: new weights",
+        "and at most, for a moment", "parked, on the CPU")  # fmt: skip
     row(*["---"] * 6)
     for name, config in NETWORKS.items():
         above, below = make_levels(LLAMA, {**SHARED, **config}, sample={"tokens": 4096, "predictions": 4096})
@@ -96,8 +96,8 @@ def main(counts: list[int]) -> None:
         up = most(small, below.sizes, splitting(below.scheme))
         for count in counts:
             weights = 4 * above.parameters / count / GIB
-            row(f"{name} ({above.parameters:,} parameters, small {below.parameters:,})", str(count), f"{4 * weights:.1f} GiB",
-                f"{weights:.1f} GiB", f"{max(down, up) / GIB:.1f} GiB", f"{weights:.1f} GiB")  # fmt: skip
+            row(f"{name}, {above.parameters:,} parameters", str(count), f"{4 * weights:.1f} GiB", f"{weights:.1f} GiB",
+                f"{max(down, up) / GIB:.1f} GiB", f"{weights:.1f} GiB")  # fmt: skip
 
 
 if __name__ == "__main__":

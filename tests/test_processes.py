@@ -83,7 +83,8 @@ def test_any_number_of_processes_computes_the_same_on_the_same_data(folder: Path
     alone, _ = fit(QUIET, ckpt=ckpt)
     accumulated, trainer = fit(QUIET, loader(batch=2), ckpt, accumulate_grad_batches=2, val_check_interval=14)
     assert trainer.global_step == 26
-    for module in (alone, accumulated):
+    from_shards, _ = fit(QUIET, ckpt=folder / "quiet fsdp2 from ddp" / "step=20.ckpt")
+    for module in (alone, accumulated, from_shards):
         assert far(weights(module), weights(single)) < TOLERANCE
     assert [seen[-1] for seen in alone.seen] == [seen[-1] for seen in single.seen[13:]]
     halves = [seen[-1] for seen in accumulated.seen]
