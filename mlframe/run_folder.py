@@ -14,12 +14,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 
+from mlframe.axes import check_nan
 from mlframe.errors import ConfigError
 from mlframe.plan import Plan
 
@@ -34,7 +38,10 @@ def check_same(folder: Path, config: DictConfig) -> None:
     path = folder / "config.yaml"
     if not path.exists():
         return
-    old = OmegaConf.load(path)
+    try:
+        old = OmegaConf.load(path)  # by YAML's safe loader; only compared, never instantiated
+    except Exception:  # of YAML or OmegaConf
+        old = None
     if not isinstance(old, DictConfig) or "run_dir" not in old:
         raise ConfigError(f"{path} is not a whole configuration: remove it, or begin the folder again (resume=never)")
     # The folder may have moved since, and paths in it with it.
@@ -70,16 +77,56 @@ def _unlink(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def last_checkpoint(folder: Path) -> Path | None:
-    """Where an unfinished run goes on, or None. Raises ConfigError where the file is damaged."""
+def last_checkpoint(folder: Path, plan: Plan) -> Path | None:
+    """Where an unfinished run of `plan` goes on, or None. Runs no code of the file.
+
+    Raises ConfigError where the file is damaged or changed, holds NaN, or is none of this plan. A folder (a sharded
+    checkpoint) is left to the library that wrote it.
+    """
     path = folder / "checkpoints" / "last.ckpt"
-    if not path.exists():
-        return None
+    if not path.is_file():
+        return path if path.exists() else None
+    begin_again = "remove it, or add resume=never"
     try:
-        torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:
-        raise ConfigError(f"{path} cannot be read ({type(error).__name__}): remove it, or add resume=never") from error
+        with zipfile.ZipFile(path) as entries:
+            if (changed := entries.testzip()) is not None:
+                raise ConfigError(f"{path} was changed after it was written (the checksum of {changed} differs): "
+                                  f"{begin_again}")  # fmt: skip
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except ConfigError:
+        raise
+    except Exception as error:  # of zipfile or torch, some of many lines
+        raise ConfigError(f"{path} cannot be read ({type(error).__name__}): {begin_again}") from error
+    try:
+        weights = {name.removeprefix("network."): x for name, x in state["state_dict"].items()
+                   if name.startswith("network.")}  # fmt: skip
+        phase, parked = state["vcycle"]["phase"], state["vcycle"]["parked"]
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{path} is no checkpoint of a run: {begin_again}") from error
+    if not 0 <= phase < len(plan.phases) or _shapes(weights) != _shapes(plan.built(phase)):
+        raise ConfigError(f"{path} is of another model or plan than this run's: {begin_again}")
+    for state_dict in (weights, *parked.values()):
+        try:
+            check_nan(path, state_dict)
+        except ValueError as error:
+            raise ConfigError(f"{error}: training has diverged; begin again (resume=never) with a lower optimizer.lr "
+                              "or with trainer.gradient_clip_val") from error  # fmt: skip
     return path
+
+
+def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(x.shape) for name, x in state.items()}
+
+
+def check_place(folder: Path, plan: Plan) -> None:
+    """Raise ConfigError where the folder cannot be made, or its disk has no room for the plan's checkpoints."""
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError(f"run_dir={folder}: {there} is no folder that can be written; choose another run_dir")
+    free, needed = shutil.disk_usage(there).free, 2 * plan.checkpoint_bytes
+    if free < needed:
+        raise ConfigError(f"run_dir={folder}: the disk has {free / 1e6:,.0f} MB free, and a checkpoint beside the one "
+                          f"before it takes {needed / 1e6:,.0f} MB; make room, or choose another run_dir")  # fmt: skip
 
 
 def write_plan(folder: Path, plan: Plan, samples_per_step: int) -> None:
@@ -107,9 +154,18 @@ def write_results(folder: Path, results: dict[str, Any]) -> None:
 
 
 def read_results(folder: Path) -> dict[str, Any] | None:
-    """The results of a finished run, or None."""
+    """The results of a finished run, or None. Raises ConfigError where the file is damaged."""
     path = folder / "results.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        results = json.loads(path.read_text())
+        whole = isinstance(results, dict) and {"levels", "total_flops", "share_of_scratch", "wall_time"} <= set(results)
+    except ValueError:
+        whole = False
+    if not whole:
+        raise ConfigError(f"{path} is damaged: remove it and run again (a finished run is only evaluated again)")
+    return results
 
 
 def _write(path: Path, text: str) -> None:

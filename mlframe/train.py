@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 from rich.console import Console
 
-from mlframe import run_folder, wandb_logger
+from mlframe import checks, run_folder, wandb_logger
 from mlframe.checkpoint import AtomicCheckpointIO, save_network
 from mlframe.data.tokenizer import check_tokenizer
 from mlframe.errors import ConfigError
@@ -45,7 +45,7 @@ console = Console(highlight=False, soft_wrap=True, quiet=rank_zero_only.rank != 
 
 def run_name(overrides: str) -> str:
     """A folder name for Hydra's override_dirname: readable, safe, and unlike any other's."""
-    name = re.sub(r"[^\w.,=+\[\]-]+", "_", overrides).strip("_")
+    name = re.sub(r"[^\w.,=+\[\]-]+", "_", overrides).strip("_.")  # no "..", either
     if len(name) > 120 or name != overrides:
         name = f"{name[:120]}-{hashlib.sha256(overrides.encode()).hexdigest()[:8]}" if overrides else "default"
     return name or "default"
@@ -68,7 +68,8 @@ def one_line() -> Iterator[None]:
         ) from error
     except InterpolationKeyError as error:
         raise ConfigError(
-            f"{_flat(error)}: choose a model and data that fit each other, such as model=gpt_docs data=docs"
+            f"{str(error).splitlines()[0]}: choose a model and data that fit each other, such as model=gpt_docs "
+            "data=docs"
         ) from error
     except Exception as error:  # libraries raise all sorts
         raise ConfigError(_flat(error)) from error
@@ -90,6 +91,7 @@ def train(config: DictConfig) -> dict[str, Any]:
         report(console, folder, results)
         return results
     with one_line():
+        checks.check(config)
         pl.seed_everything(config.seed, workers=True, verbose=False)
         plan, data, module = build(config)
         trainer = build_trainer(config, plan)
@@ -97,10 +99,10 @@ def train(config: DictConfig) -> dict[str, Any]:
         data.trainer = trainer  # as Lightning does at the start of a fit
         data.setup("fit")
         # What these refuse, they refuse here and not in the middle of a fit.
-        data.train_dataloader()
+        checks.check_epoch(trainer, len(data.train_dataloader()))
         data.val_dataloader()
         goes_on = config.resume == "auto" and not trainer.fast_dev_run
-        last = run_folder.last_checkpoint(folder) if goes_on else None
+        last = run_folder.last_checkpoint(folder, plan) if goes_on else None
         if last is not None:
             module.init_from = None  # the checkpoint has all the weights
         elif config.init_from is not None and (tokenizer := data.about().get("tokenizer")) is not None:
@@ -109,6 +111,7 @@ def train(config: DictConfig) -> dict[str, Any]:
         module.configure_optimizers()
         samples = config.data.batch_size * trainer.accumulate_grad_batches * trainer.world_size
         if not trainer.fast_dev_run:
+            run_folder.check_place(folder, plan)
             open_run(config, trainer, plan, samples)
     console.print(describe(plan, samples))
     if last is not None:
