@@ -69,22 +69,16 @@ SETTINGS: Rows = [
     ("steps=abc", "steps=abc: a whole number, 1 or more"),
     ("steps=0", "steps=0: a whole number, 1 or more"),
     ("steps=1.5", "steps=1.5: a whole number, 1 or more"),
-    ("steps=-3", "steps=-3: a whole number, 1 or more"),
     ("seed=-1", "seed=-1: a whole number, 0 to 4294967295"),
-    ("seed=1.5", "seed=1.5: a whole number, 0 to 4294967295"),
     ("resume=maybe", "resume=maybe: auto goes on with an unfinished run, never begins again"),
     ("control=3", "level 3: there are levels 0 to 1 (levels.count=2)"),
     ("trainer.devices=0", "trainer.devices=0: a number of processes, 1 or more"),
-    ("trainer.devices=-2", "trainer.devices=-2: a number of processes, 1 or more, a list of GPUs, or -1 or auto"),
-    ("trainer.accelerator=foo", "invalid accelerator name: `accelerator='foo'`. Available names are"),
     ("trainer.precision=16-true", "trainer.precision=16-true: float16 needs a GPU; use bf16-mixed or 32-true"),
     ("trainer.precision=foo", "Precision 'foo' is invalid. Allowed precision values"),
     ("trainer.accumulate_grad_batches=0", "trainer.accumulate_grad_batches=0: a whole number, 1 or more"),
     ("trainer.limit_train_batches=0", "trainer.limit_train_batches=0: no batch is no training: 1.0 for all"),
     ("trainer.limit_val_batches=0", "trainer.limit_val_batches=0: callbacks.best monitors val/loss, which is then"),
-    ("trainer.limit_val_batches=-1", "invalid value -1 for limit_val_batches"),
     ("trainer.val_check_interval=0", "trainer.val_check_interval=0: batches from one validation to the next"),
-    ("trainer.val_check_interval=0.5", "`val_check_interval` should be an integer"),
     ("trainer.val_check_interval=99 trainer.check_val_every_n_epoch=1",
      "trainer.val_check_interval=99: an epoch has 15 batches; set it to 15 or less"),
     ("trainer.log_every_n_steps=-1", "trainer.log_every_n_steps=-1: a whole number, 0 or more"),
@@ -92,7 +86,6 @@ SETTINGS: Rows = [
     ("trainer.strategy=ddp_spawn", "trainer.strategy=ddp_spawn is not supported"),
     ("trainer.strategy=ddp_notebook", "processes are commands of their own: use auto or ddp"),
     ("trainer.strategy=deepspeed", "trainer.strategy=deepspeed is not supported"),
-    ("trainer.strategy=foo", "invalid strategy name: `strategy='foo'`"),
     ("trainer.max_time=foo", "Expected a string in the format DD:HH:MM:SS"),
     ("trainer.fast_dev_run=-1", "trainer.fast_dev_run=-1: true, false, or so many steps in every phase"),
     ("trainer.deterministic=foo", "trainer.deterministic=foo: true, false or warn"),
@@ -103,19 +96,15 @@ SETTINGS: Rows = [
     ("+callbacks.mine._target_=lightning.pytorch.callbacks.GradientAccumulationScheduler",
      "callbacks.mine: the samples of a step, and with them the plan's FLOPs, would change"),
     ("+callbacks.ema._target_=lightning.pytorch.callbacks.WeightAveraging", "WeightAveraging averages the weights"),
-    ("+callbacks.mine=3", "callbacks.mine=3: a mapping with the class in _target_, or null for none"),
     ("+callbacks.mine._target_=no.such.Class", "Error loading 'no.such.Class'"),
     ("callbacks.best.monitor=val/foo", "monitors 'val/foo', which is not logged; there are"),
     ("callbacks.last.every=1.5", "callbacks.last.every=1.5: a whole number, 1 or more"),
-    ("optimizer.lr=-1", "optimizer.lr=-1: the peak rate is a number above 0, such as 1e-3"),
     ("optimizer.lr=0", "optimizer.lr=0: the peak rate is a number above 0"),
     ("optimizer.lr=nan", "optimizer.lr=nan: the peak rate is a number above 0"),
-    ("optimizer.lr=fast", "optimizer.lr=fast: the peak rate is a number above 0"),
     ("optimizer.weight_decay=-1", "optimizer.weight_decay=-1: a number, 0 or more"),
     ("optimizer.betas=[0.9,1.5]", "optimizer.betas=[0.9, 1.5]: two numbers of 0 to below 1"),
     ("+optimizer.momentum=0.9", "optimizer.momentum: AdamW takes no momentum; it takes amsgrad, betas"),
     ("schedule.shape=triangle", "schedule.shape=triangle: one of constant, linear, cosine, wsd"),
-    ("schedule.warmup=-1", "schedule.warmup=-1: a fraction between 0.0 and 1.0, or steps as an int"),
     ("schedule.final=nan", "schedule.final=nan: the last rate over the peak, between 0 and 1"),
     ("schedule.levels=[]", "schedule.levels=[]: a list of at least one factor above 0"),
     ("plan.alpha=2", "plan.alpha=2: between 0 (the parked weights) and 1 (the de-coalesced ones)"),
@@ -123,7 +112,6 @@ SETTINGS: Rows = [
     ("plan.e_a=-1", "plan.e_a=-1: a float is a fraction of all steps, between 0 and 1; an int is steps"),
     ("plan.e_a=0.7 plan.e_small=0.7", "e_a=0.7 and e_small=0.7 take 6 steps, steps=4 has fewer: lower them"),
     ("plan.alpha=[0.1,0.2]", "plan.alpha=[0.1, 0.2]: 2 values for 2 levels, which need 1"),
-    ("plan.new_layers=mirror", "plan.new_layers=mirror: one of copy, halve, identity"),
     ("+plan.beta=1", "plan.beta: vcycle takes no beta; it takes alpha"),
     ("plan=scratch plan.level=5", "level 5: there are levels 0 to 1 (levels.count=2)"),
     ("levels.count=1", "plan=vcycle needs two levels or more: levels.count=2"),
@@ -131,7 +119,6 @@ SETTINGS: Rows = [
     ("levels.heads=3", "levels.heads=3: the 4 heads of level 0 do not divide by 3; use a factor of 4"),
     ("levels.layers=4", "levels.layers=4: the 6 layers of level 0 do not divide by 4; use a factor of 6"),
     ("levels.layers=[[0,1],[1,2],[3,4,5]]", "[[0, 1], [1, 2], [3, 4, 5]] must hold each of 0 to 5 exactly once"),
-    ("levels.layers=[[0,1],[3,4,5]]", "must hold each of 0 to 5 exactly once"),
     ("levels.layers=[0,1]", "levels.layers=[0, 1]: groups are lists of whole numbers, such as [[0,1],[2,3]]"),
     ("+levels.width=2", "levels.width: make_levels takes no width; it takes"),
     ("model.config.num_heads=3", "model.config.num_heads=3 does not divide the width, embed_dim=64"),
@@ -142,7 +129,6 @@ SETTINGS: Rows = [
     ("+model.config.dropout=1", "unexpected keyword argument 'dropout'"),
     ("+model.config.pretrained=true", "model.config.pretrained=True: weights to start from are named with init_from"),
     ("model.architecture=mlframe.architectures.GNN", "Error loading 'mlframe.architectures.GNN'"),
-    ("model.architecture=os", "model.architecture is a module: name an Architecture"),
     ("model.task.label_smoothing=2", "model.task.label_smoothing=2: a number from 0 to below 1"),
     ("data.std=0", "data.std=0: of values in [0, 1], so a number above 0"),
     ("data.std=nan", "data.std=nan: of values in [0, 1], so a number above 0"),
@@ -169,8 +155,6 @@ TEXT_SETTINGS: Rows = [
     ("data.mask=0", "data.mask=0: the part of the tokens to predict is above 0 and at most 1"),
     ("data.val_samples=0", "data.val_samples=0: a whole number, 1 or more"),
     ("data.batch_size=-1", "data.batch_size=-1: a whole number, 1 or more"),
-    ("data.batch_size=9999", "set data.batch_size to"),
-    ("data.source.holdout=0", "data.source.holdout=0: there is no validation split"),
     ("data.source.holdout=1.5", "set it above 0 and below 0.5"),
     ("data.source.column=body", "no column 'body', it has ['text']: set data.source.column"),
     ("data.source.train={tmp}/none", "none: no .txt, .jsonl, .json, .parquet files there"),
@@ -250,7 +234,7 @@ OTHER_FILES: dict[str, Rows] = {
 TEXT_FILES: Rows = [
     (file("own/a.doc", "text"), "data.source.train={tmp}/own", "no .txt, .jsonl, .json, .parquet files there"),
     (file("own/a.txt", ""), "data.source.train={tmp}/own", "no training documents to train a tokenizer on"),
-    (file("own/a.txt", "short"), "data.source.train={tmp}/own", "has no whole row of 33 tokens: give it more text"),
+    (file("own/a.txt", "one short text"), "data.source.train={tmp}/own", "no whole row of 33 tokens: give it more"),
     (file("own/a.txt", b"\xff\xfe\x80" * 9), "data.source.train={tmp}/own", "mend it or name another"),
     (file("own/a.jsonl", ""), "data.source.train={tmp}/own", "no rows in it; name another"),
     (file("own/a.jsonl", '{"text": "a"}\n{"text": \n'), "data.source.train={tmp}/own", "a.jsonl, line 2 is no JSON"),
@@ -362,7 +346,7 @@ SEVERAL = """
 import sys
 from mlframe.train import main
 settings = sys.argv[1:]
-for bad in ("steps=0", "optimizer.lr=nan", "levels.heads=3", "data.std=0", "data.source.folder=/none", "nosuch=1"):
+for bad in ("optimizer.lr=nan", "levels.heads=3", "data.std=0", "data.source.folder=/none", "nosuch=1"):
     sys.argv = ["mlframe-train", *settings, bad]
     try:
         main()
@@ -377,9 +361,9 @@ def test_on_the_command_line(tmp_path: Path, image_set: Path) -> None:
     box = Box(tmp_path, image_set)
     done: subprocess.CompletedProcess[str] = box.run(SEVERAL, *box.smoke("logger=none"), command=[sys.executable, "-c"])
     said = [line for line in done.stderr.splitlines() if line.startswith("mlframe-train: ")]
-    assert len(said) == 5, done.stderr
+    assert len(said) == 4, done.stderr
     assert "Could not override 'nosuch'" in done.stderr
     assert "Traceback" not in done.stderr
-    assert [line.rsplit(" ", 1)[1] for line in done.stdout.splitlines() if " code " in line] == ["1"] * 6
+    assert [line.rsplit(" ", 1)[1] for line in done.stdout.splitlines() if " code " in line] == ["1"] * 5
     assert not list(box.folder.rglob("metrics.csv"))
     assert not list(box.folder.rglob("*.ckpt"))

@@ -91,36 +91,3 @@ def test_another_configuration_does_not_go_on_in_the_folder(image_set: Path, tmp
         train(config_of(image_set, tmp_path, "steps=4", "optimizer.lr=0.5"))
     assert train(config_of(image_set, tmp_path, "steps=1", "resume=never"))["steps"] == 1
     assert [row["step"] for row in read_rows(tmp_path / "metrics.csv") if row["train/loss"]] == ["0"], "no stale rows"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["model.config.num_heads=3"], "level 0"),
-        (["levels.heads=3"], r"levels\.heads=3: the 4 heads of level 0 do not divide by 3"),
-        (["model.config.num_classes=7"], r"10 classes and the model 7.*model\.config\.num_classes=10"),
-        (["data.source.folder=/no/such/folder"], "/no/such/folder"),
-        (["data.batch_size=1000"], r"fewer than the 1000 of one step.*data\.batch_size"),
-        (["plan.alpha=2"], r"plan\.alpha=2"),
-        (["plan.e_a=30"], "steps=20 has fewer"),
-        (["plan=scratch", "plan.level=5"], "level 5: there are levels 0 to 1"),
-        (["plan.new_layers=mirror"], "mirror"),
-        (["schedule.shape=triangle"], r"schedule\.shape=triangle"),
-        (["+data.augment.shake=1"], "shake"),
-        (["trainer.strategy=fsdp"], "(?i)fsdp"),
-        (["+callbacks.ema._target_=lightning.pytorch.callbacks.WeightAveraging"], "WeightAveraging averages"),
-        (["trainer.precision=12"], "12"),
-        (["model.config.model_name=deit_huge"], "deit_huge"),
-        (["model.architecture=mlframe.architectures.GNN"], "GNN"),
-        (["data.holdout=0", "steps=0"], "no optimizer step"),
-        (["resume=maybe"], "resume=maybe"),
-    ],
-    ids=lambda x: x[0] if isinstance(x, list) else "",
-)
-def test_bad_input_is_one_clear_line_and_nothing_is_written(
-    overrides: list[str], message: str, image_set: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=message) as failure:
-        train(config_of(image_set, tmp_path / "run", *overrides))
-    assert "\n" not in str(failure.value)
-    assert not (tmp_path / "run").exists()

@@ -78,6 +78,9 @@ def check_tokenizer(source: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """
     from transformers import AutoTokenizer
 
+    folder = Path(source).expanduser()
+    if folder.is_dir() and not any(list(folder.glob(name)) for name in ("tokenizer*", "vocab*", "*.model")):
+        return  # transformers would make an empty one
     try:
         theirs = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError):
