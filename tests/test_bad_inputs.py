@@ -239,7 +239,7 @@ TEXT_FILES: Rows = [
     (file("own/a.jsonl", ""), "data.source.train={tmp}/own", "no rows in it; name another"),
     (file("own/a.jsonl", '{"text": "a"}\n{"text": \n'), "data.source.train={tmp}/own", "a.jsonl, line 2 is no JSON"),
     (file("own/a.jsonl", '{"text": "a"}\n{"body": "b"}\n'), "data.source.train={tmp}/own",
-     "1 rows have no 'text', the first is number 2: add it or take them out"),
+     "a.jsonl, line 2 has no 'text': add it or take the line out"),
     (file("own/a.jsonl", '{"text": 7}\n'), "data.source.train={tmp}/own", "holds int and not text: name another in"),
     (lambda places: Dataset.from_dict({"body": ["a"]}).to_parquet(str(places["tmp"] / "a.parquet")),
      "data.source.train={tmp}/a.parquet", "a.parquet has no column 'text', it has ['body']: set data.source.column"),

@@ -53,7 +53,7 @@ def test_no_call_runs_what_it_reads(path: Path) -> None:
 def test_control_such_calls_are_found() -> None:
     for line in (
         "eval('1')", "os.system(x)", "pickle.load(f)", "torch.load(f)", "torch.load(f, weights_only=False)",
-        "np.load(f, allow_pickle=True)", "subprocess.run(x, shell=True)", "A.from_pretrained(x, trust_remote_code=asked)",
+        "np.load(f, allow_pickle=True)", "subprocess.run(x, shell=True)", "A.load(x, trust_remote_code=asked)",
     ):  # fmt: skip
         assert dangers(line), line
     assert not dangers("torch.load(f, weights_only=True); A.from_pretrained(x, trust_remote_code=False); run([x])")
@@ -108,18 +108,18 @@ TOKENIZER = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["code.Own"
 CIFAR = [f"cifar10/cifar-10-batches-py/{name}" for name in (
     *(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta")]  # fmt: skip
 EVIL: dict[str, tuple[Callable[[Path, Path], Any], str, str, str]] = {
-    "a checkpoint to start from": (evil_torch("w.pth"), "images", "init_from={own}/w.pth", "cannot be loaded (Unpick"),
-    "a plain pickle to start from": (pickled("w.bin"), "images", "init_from={own}/w.bin", "cannot be loaded (Unpickling"),
+    "a checkpoint to start from": (evil_torch("w.pth"), "images", "init_from={own}/w.pth", "w.pth cannot be loaded"),
+    "a plain pickle to start from": (pickled("w.bin"), "images", "init_from={own}/w.bin", "w.bin cannot be loaded"),
     "weights of transformers": (
         lambda own, ran: (own_code(config={"model_type": "gpt2", "vocab_size": 300, "n_embd": 64, "n_layer": 6,
             "n_head": 4, "n_positions": 128})(own, ran), evil_torch("pytorch_model.bin")(own, ran)),
         "text", "init_from={own}", "own cannot be loaded"),
     "a model with code": (own_code(config=AUTO), "text", "init_from={own}", "needs code of its own, which is not run"),
     "a tokenizer with code": (
-        own_code(tokenizer_config=TOKENIZER), "text", "model.tokenizer={own}", "needs code of its own, which is not run"),
+        own_code(tokenizer_config=TOKENIZER), "text", "model.tokenizer={own}", "needs code of its own, which is not"),
     "arrays of objects": (evil_array, "images", "data.source.folder={own}", "Found no valid file for the classes a"),
     "an image that is a pickle": (
-        pickled("train/a/1.png", "val/a/1.png"), "images", "data.source.folder={own} model.config.num_classes=2", "1 class"),
+        pickled("train/a/1.png", "val/a/1.png"), "images", "data.source.folder={own}", "has 1 classes and"),
     "batches of CIFAR-10": (
         pickled(*CIFAR), "fashion", "data=cifar10 data_dir={own} model.config.in_chans=3", "cannot get CIFAR10 into"),
     "a data set with a script": (own_code(), "hf_text", "data.source.path={own}", "scripts are no longer supported"),
@@ -187,7 +187,7 @@ NAMES = [
     "$(touch ran)",
     "`touch ran`",
     "a\ntouch ran",
-    "a|touch ran",
+    "a|touch",
     "../../ran",
     "..",
     ".",

@@ -93,26 +93,23 @@ def text_files(
                 rows = loaded(f"the {split} files {names[0]}, ...", datasets.load_dataset, kind, data_files=names,
                               split="train", **options)  # fmt: skip
             except ConfigError as error:
-                raise _bad_line(files) or error from error
+                raise _bad_line(files, column) or error from error
             parts.append(_part(split, rows, with_text, names[0]))
-            if missing := rows.data.column(with_text).null_count:
-                first = rows.data.column(with_text).is_null().index(True).as_py()
-                raise ConfigError(f"{names[0]}, ...: {missing} rows have no {with_text!r}, the first is number "
-                                  f"{first + 1}: add it or take them out")  # fmt: skip
+            if rows.data.column(with_text).null_count and (bad := _bad_line(files, column)):
+                raise bad
             marks += [(split, str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return _texts(parts, holdout, f"the files of {train}", repr((marks, column, sample_by)))
 
 
-def _bad_line(files: list[Path]) -> ConfigError | None:
-    """The first line of JSON that does not parse: `datasets` counts from the start of a block."""
-    for file in files:
-        if ".jsonl" not in file.suffixes:
-            continue
+def _bad_line(files: list[Path], column: str) -> ConfigError | None:
+    """The first line of .jsonl that is no JSON or lacks the column; `datasets` counts from the start of a block."""
+    for file in (file for file in files if ".jsonl" in file.suffixes):
         with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
             for number, line in enumerate(lines, 1):
                 try:
-                    json.loads(line or "{}")
-                except ValueError as error:
+                    if line.strip() and column not in json.loads(line):
+                        return ConfigError(f"{file}, line {number} has no {column!r}: add it or take the line out")
+                except (ValueError, TypeError) as error:
                     return ConfigError(f"{file}, line {number} is no JSON ({error}): mend it or take it out")
     return None
 
