@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from small_text import write_text
 from test_cli import Box
 
+from mlframe.checks import check
 from mlframe.errors import ConfigError
 from mlframe.train import CONF, build, train
 
@@ -124,7 +125,7 @@ SETTINGS: Rows = [
     ("model.config.num_heads=3", "model.config.num_heads=3 does not divide the width, embed_dim=64"),
     ("model.config.depth=0", "model.config.depth=0: a whole number, 1 or more"),
     ("model.config.patch_size=5", "images of (28, 28) are no whole number of patches of (5, 5)"),
-    ("model.config.model_name=deit_huge", "model.config.model_name=deit_huge: timm has no such model; near it: deit"),
+    ("model.config.model_name=deit_huge", "model.config.model_name=deit_huge: timm has no such model; near it: "),
     ("model.config.num_classes=7", "10 classes and the model 7: set model.config.num_classes=10"),
     ("+model.config.dropout=1", "unexpected keyword argument 'dropout'"),
     ("+model.config.pretrained=true", "model.config.pretrained=True: weights to start from are named with init_from"),
@@ -234,7 +235,8 @@ OTHER_FILES: dict[str, Rows] = {
 TEXT_FILES: Rows = [
     (file("own/a.doc", "text"), "data.source.train={tmp}/own", "no .txt, .jsonl, .json, .parquet files there"),
     (file("own/a.txt", ""), "data.source.train={tmp}/own", "no training documents to train a tokenizer on"),
-    (file("own/a.txt", "one short text"), "data.source.train={tmp}/own", "no whole row of 33 tokens: give it more"),
+    (file("own/a.jsonl", '{"text": "ban"}\n{"text": "dom"}\n{"text": "kert"}\n'),
+     "data.source.train={tmp}/own", "no whole row of 33 tokens: give it more"),
     (file("own/a.txt", b"\xff\xfe\x80" * 9), "data.source.train={tmp}/own", "mend it or name another"),
     (file("own/a.jsonl", ""), "data.source.train={tmp}/own", "no rows in it; name another"),
     (file("own/a.jsonl", '{"text": "a"}\n{"text": \n'), "data.source.train={tmp}/own", "a.jsonl, line 2 is no JSON"),
@@ -280,7 +282,7 @@ INIT_FROM: dict[str, Rows] = {
     ],
     "text": [
         (saved_weights("text", cut=True), "", "other cannot be loaded: SafetensorError"),
-        (saved_weights("text", nan="transformer.wte.weight"), "", "3 NaN values, in"),
+        (saved_weights("text", nan="transformer.wte.weight"), "", "NaN values, in transformer.wte.weight"),
         (saved_weights("text"), "model.config.n_layer=4", "which has to follow: n_layer is 6, not 4"),
         (saved_weights("llama"), "", "it is a llama and the model a gpt2"),
         (saved_weights("images"), "", "other cannot be loaded: "),
@@ -317,6 +319,12 @@ def test_the_settings_without_what_is_bad_train(places: dict[str, Path]) -> None
     """The control of the table."""
     for kind in ("images", "text"):
         assert train(composed(kind, places, "run_dir={tmp}/" + kind))["steps"] == 4
+
+
+@pytest.mark.parametrize("experiment", sorted(path.stem for path in (CONF / "experiment").glob("*.yaml")))
+def test_control_every_experiment_passes_the_checks(experiment: str, tmp_path: Path) -> None:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        check(compose("train", [f"experiment={experiment}", f"run_dir={tmp_path}"]))
 
 
 @pytest.mark.parametrize(
