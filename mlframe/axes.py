@@ -206,6 +206,13 @@ def check(state: State, architecture: Architecture, sizes: Sizes) -> None:
         raise ValueError(f"{architecture.name}: {_some(wrong, '; ')}")
 
 
+def check_nan(where: object, state: State) -> None:
+    """Raise ValueError where a tensor holds NaN: whatever is trained from it is NaN too."""
+    found = {name: int(x.isnan().sum()) for name, x in state.items() if x.is_floating_point()}
+    if bad := [name for name, count in found.items() if count]:
+        raise ValueError(f"{where} holds {sum(found.values()):,} NaN values, in {_some(bad)}")
+
+
 def _length(dim: tuple[Axis, ...], length: int, seen: dict[str, int]) -> int:
     if len(dim) == 1 and not dim[0].name.isdigit():
         return length if dim[0].name == _ANONYMOUS else seen.setdefault(dim[0].name, length)

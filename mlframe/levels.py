@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mlframe.axes import LAYERS, Architecture, Sizes, check, query_heads
-from mlframe.errors import ConfigError
+from mlframe.errors import ConfigError, check_whole
 from mlframe.maps import Groups, Scheme, adjacent, partition, stacked
 
 Shrink = int | str | Sequence[Sequence[int]]
@@ -61,8 +61,10 @@ def make_levels(
     Every level is built on the meta device and checked against the architecture's table. Raises ConfigError where an
     axis does not divide.
     """
-    if not isinstance(count, int) or count < 1:
-        raise ConfigError(f"levels.count={count}: a whole number, 1 or more")
+    if not isinstance(architecture, Architecture):
+        raise ConfigError(f"model.architecture is a {type(architecture).__name__}: name an Architecture, such as "
+                          "mlframe.architectures.VIT")  # fmt: skip
+    check_whole("levels.count", count, 1)
     levels = [_level(0, architecture, config, {}, sample or {})]
     for index in range(1, count):
         above = levels[-1]
@@ -98,6 +100,8 @@ def _heads_axis(above: Level, shrink: Shrink) -> str:
 def _groups(key: str, axis: str, above: Level, shrink: Shrink) -> Groups:
     n = above.sizes[axis]
     if isinstance(shrink, Sequence) and not isinstance(shrink, str):
+        if not all(isinstance(group, Sequence) and all(type(i) is int for i in group) for group in shrink):
+            raise ConfigError(f"{key}={shrink}: groups are lists of whole numbers, such as [[0,1],[2,3]]")
         try:
             return partition(shrink, n, key if key.endswith(f".{axis}") else f"{key} ({axis})")
         except ValueError as error:
@@ -136,6 +140,8 @@ def _level(
         with torch.device("meta"):
             network = architecture.build(config)
         sizes = {**architecture.sizes(network), **sample}
+    except ConfigError:
+        raise
     except Exception as error:  # whatever the model library raises
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"model.config does not build at level {index}: {reason}") from error

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
+import torch
 from rich import box
 from rich.table import Table
+from torch import Tensor
 
-from mlframe.errors import ConfigError
+from mlframe.errors import ConfigError, check_whole
 from mlframe.flops import short, six_nd
 from mlframe.levels import Level
 from mlframe.maps import NewLayers
@@ -80,6 +83,22 @@ class Plan:
         """Total FLOPs at so many samples per optimizer step."""
         return sum(phase.steps * self.levels[phase.level].flops for phase in self.phases) * samples_per_step
 
+    def built(self, phase: int) -> Mapping[str, Tensor]:
+        """The names and shapes of a phase's network: its state dict, without memory."""
+        with torch.device("meta"):
+            return self.levels[self.phases[phase].level].build().state_dict()
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """About how large the plan's largest checkpoint is: float32 weights, Adam's two moments, and parked weights."""
+        largest, parked, before = 0, set[int](), self.phases[0].level
+        for phase in self.phases:
+            parked |= {before} if phase.level > before else set()
+            parked -= {phase.level}
+            held = 3 * self.levels[phase.level].parameters + sum(self.levels[k].parameters for k in parked)
+            largest, before = max(largest, 4 * held), phase.level
+        return largest
+
     def shortened(self, steps: int) -> Plan:
         """The same phases with at most `steps` steps each."""
         phases = tuple(replace(phase, steps=min(steps, phase.steps)) for phase in self.phases)
@@ -93,7 +112,10 @@ class Plan:
 def scratch(levels: Sequence[Level], steps: int, level: int = 0) -> Plan:
     """One phase from a random init. `level` 1 or more trains a small level alone: the control of a V-cycle."""
     if type(level) is not int or not 0 <= level < len(levels):
-        raise ConfigError(f"level {level}: there are levels 0 to {len(levels) - 1} (levels.count={len(levels)})")
+        raise ConfigError(
+            f"a plan at level {level}: there are levels 0 to {len(levels) - 1} (levels.count={len(levels)})"
+        )
+    check_whole("steps", steps, 1)
     return Plan(tuple(levels), (Phase("scratch", level, steps),))
 
 
@@ -112,6 +134,7 @@ def vcycle(
     e_a: for the levels 0, 1, ... that are left on the way down.  e_small: for the levels 1, 2, ... on the way up
     (the smallest last).  alpha: for the levels 0, 1, ... that are entered from below.  One value serves all.
     """
+    check_whole("steps", steps, 1)
     small = len(levels) - 1
     if small < 1:
         raise ConfigError("plan=vcycle needs two levels or more: levels.count=2")
@@ -124,7 +147,9 @@ def vcycle(
     phases += [Phase(f"up {k}", k, _steps("e_small", ups[k - 1], steps), alphas[k]) for k in range(small - 1, 0, -1)]
     left = steps - sum(phase.steps for phase in phases)
     if left < 0:
-        raise ConfigError(f"plan: e_a={e_a} and e_small={e_small} take {steps - left} steps, steps={steps} has fewer")
+        raise ConfigError(
+            f"plan: e_a={e_a} and e_small={e_small} take {steps - left} steps, steps={steps} has fewer: lower them"
+        )
     return Plan(tuple(levels), (*phases, Phase("up 0", 0, left, alphas[0])), new_layers, split_noise)
 
 
@@ -146,7 +171,7 @@ def _each(name: str, value: Any, n: int) -> list[Any]:
 
 
 def _steps(name: str, budget: Budget, total: int) -> int:
-    if isinstance(budget, float) and not 0 <= budget <= 1:
+    if not 0 <= budget <= (1 if isinstance(budget, float) else math.inf):
         raise ConfigError(f"plan.{name}={budget}: a float is a fraction of all steps, between 0 and 1; an int is steps")
     return round(budget * total) if isinstance(budget, float) else budget
 

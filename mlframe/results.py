@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mlframe import run_folder
+from mlframe.errors import ConfigError
 from mlframe.flops import short
 
 SAME = 0.02
@@ -47,7 +48,10 @@ def _neighbours(folder: Path, results: dict[str, Any]) -> dict[Path, dict[str, A
     """Finished runs beside this one that took as many FLOPs."""
     found = {}
     for path in sorted(folder.resolve().parent.glob("*/results.json")):
-        other = run_folder.read_results(path.parent)
+        try:
+            other = run_folder.read_results(path.parent)
+        except ConfigError:  # a damaged neighbour is no fault of this run
+            continue
         if path.parent == folder.resolve() or other is None or not (path.parent / "plan.json").exists():
             continue
         if abs(other.get("total_flops", 0) / results["total_flops"] - 1) <= SAME:

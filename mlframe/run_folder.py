@@ -20,9 +20,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from mlframe.errors import ConfigError
-from mlframe.module import peek
 from mlframe.plan import Plan
-from mlframe.sharding import recover
 
 _LEFT = ("results.json", "metrics.csv", "plan.json", "checkpoints", "levels", "final")
 
@@ -40,7 +38,10 @@ def check_same(folder: Path, config: DictConfig) -> None:
     path = folder / "config.yaml"
     if not path.exists():
         return
-    old = OmegaConf.load(path)
+    try:
+        old = OmegaConf.load(path)  # by YAML's safe loader; only compared, never instantiated
+    except Exception:  # of YAML or OmegaConf
+        old = None
     if not isinstance(old, DictConfig) or "run_dir" not in old:
         raise ConfigError(f"{path} is not a whole configuration: remove it, or begin the folder again (resume=never)")
     # The folder may have moved since, and paths in it with it.
@@ -78,33 +79,15 @@ def _unlink(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def last_checkpoint(folder: Path) -> Path | None:
-    """Where an unfinished run goes on, or None. Raises ConfigError where it is damaged."""
-    path = folder / "checkpoints" / "last.ckpt"
-    recover(path)
-    return checked(path) if path.exists() else None
-
-
-def checked(path: Path) -> Path:
-    """The path of a checkpoint that can be read. Raises ConfigError with what is wrong."""
-    if not path.exists():
-        raise ConfigError(f"there is no checkpoint {path}")
-    try:
-        peek(path)
-    except Exception as error:
-        raise ConfigError(f"{path} cannot be read ({type(error).__name__}): remove it, or add resume=never") from error
-    return path
-
-
-def check_samples(folder: Path, samples: int) -> None:
-    """Raise ConfigError where a step of the run in the folder has another number of samples, over all processes."""
-    path = folder / "plan.json"
-    before = json.loads(path.read_text())["samples_per_step"] if path.exists() else samples
-    if before != samples:
-        raise ConfigError(
-            f"{folder} holds a run with {before} samples in a step, and this one has {samples}: change data.batch_size "
-            "or trainer.accumulate_grad_batches so that batch size x accumulated batches x processes is the same"
-        )
+def check_place(folder: Path, plan: Plan) -> None:
+    """Raise ConfigError where the folder cannot be made, or its disk has no room for the plan's checkpoints."""
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError(f"run_dir={folder}: {there} is no folder that can be written; choose another run_dir")
+    free, needed = shutil.disk_usage(there).free, 2 * plan.checkpoint_bytes
+    if free < needed:
+        raise ConfigError(f"run_dir={folder}: the disk has {free / 1e6:,.0f} MB free, and a checkpoint beside the one "
+                          f"before it takes {needed / 1e6:,.0f} MB; make room, or choose another run_dir")  # fmt: skip
 
 
 def write_plan(folder: Path, plan: Plan, samples_per_step: int) -> None:
@@ -132,9 +115,18 @@ def write_results(folder: Path, results: dict[str, Any]) -> None:
 
 
 def read_results(folder: Path) -> dict[str, Any] | None:
-    """The results of a finished run, or None."""
+    """The results of a finished run, or None. Raises ConfigError where the file is damaged."""
     path = folder / "results.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        results = json.loads(path.read_text())
+        whole = isinstance(results, dict) and {"levels", "total_flops", "share_of_scratch", "wall_time"} <= set(results)
+    except ValueError:
+        whole = False
+    if not whole:
+        raise ConfigError(f"{path} is damaged: remove it and run again (a finished run is only evaluated again)")
+    return results
 
 
 def _write(path: Path, text: str) -> None:

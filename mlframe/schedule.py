@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mlframe.errors import ConfigError
+from mlframe.errors import ConfigError, check_whole
 from mlframe.plan import Budget, Plan
 
 
@@ -46,8 +46,7 @@ class Schedule:
                 raise ConfigError(f"schedule.{key}={budget}: a fraction between 0.0 and 1.0, or steps as an int")
         if not _number(self.final) or not 0 <= self.final <= 1:
             raise ConfigError(f"schedule.final={self.final}: the last rate over the peak, between 0 and 1")
-        if type(self.rewarm) is not int or self.rewarm < 0:
-            raise ConfigError(f"schedule.rewarm={self.rewarm}: steps, 0 or more")
+        check_whole("schedule.rewarm", self.rewarm, 0)
         levels = self.levels if isinstance(self.levels, Sequence) and not isinstance(self.levels, str) else ()
         if not levels or not all(_number(factor) and factor > 0 for factor in levels):
             raise ConfigError(f"schedule.levels={self.levels}: a list of at least one factor above 0")

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 from rich.console import Console
 
-from mlframe import run_folder, wandb_logger
+from mlframe import checks, run_folder, wandb_logger
 from mlframe.checkpoint import AtomicCheckpointIO, save_network
 from mlframe.data.tokenizer import check_tokenizer
 from mlframe.errors import ConfigError, Interrupted
@@ -35,6 +35,7 @@ from mlframe.loop import VCycleLoop
 from mlframe.module import LevelModule
 from mlframe.plan import Plan, control, describe
 from mlframe.results import report
+from mlframe.resume import starting_point
 from mlframe.rows import Rows
 from mlframe.sharding import FSDP2
 
@@ -45,7 +46,7 @@ console = Console(highlight=False, soft_wrap=True, quiet=rank_zero_only.rank != 
 
 def run_name(overrides: str) -> str:
     """A folder name for Hydra's override_dirname: readable, safe, and unlike any other's."""
-    name = re.sub(r"[^\w.,=+\[\]-]+", "_", overrides).strip("_")
+    name = re.sub(r"[^\w.,=+\[\]-]+", "_", overrides).strip("_.")  # no "..", either
     if len(name) > 120 or name != overrides:
         name = f"{name[:120]}-{hashlib.sha256(overrides.encode()).hexdigest()[:8]}" if overrides else "default"
     return name or "default"
@@ -68,7 +69,8 @@ def one_line() -> Iterator[None]:
         ) from error
     except InterpolationKeyError as error:
         raise ConfigError(
-            f"{_flat(error)}: choose a model and data that fit each other, such as model=gpt_docs data=docs"
+            f"{str(error).splitlines()[0]}: choose a model and data that fit each other, such as model=gpt_docs "
+            "data=docs"
         ) from error
     except Exception as error:  # libraries raise all sorts
         raise ConfigError(_flat(error)) from error
@@ -90,6 +92,7 @@ def train(config: DictConfig) -> dict[str, Any]:
         report(console, folder, results)
         return results
     with one_line():
+        checks.check(config)
         pl.seed_everything(config.seed, workers=True, verbose=False)
         plan, data, module = build(config)
         trainer = build_trainer(config, plan)
@@ -97,15 +100,11 @@ def train(config: DictConfig) -> dict[str, Any]:
         data.trainer = trainer  # as Lightning does at the start of a fit
         data.setup("fit")
         # What these refuse, they refuse here and not in the middle of a fit.
-        data.train_dataloader()
+        checks.check_epoch(trainer, len(data.train_dataloader()))
         data.val_dataloader()
         samples = config.data.batch_size * trainer.accumulate_grad_batches * trainer.world_size
-        goes_on = config.resume == "auto" and not trainer.fast_dev_run
-        start = run_folder.last_checkpoint(folder) if goes_on else None
-        if start is not None:
-            run_folder.check_samples(folder, samples)
-        elif config.ckpt_path is not None:
-            start = run_folder.checked(Path(config.ckpt_path))
+        auto = config.resume == "auto" and not trainer.fast_dev_run
+        start = starting_point(folder, config.ckpt_path, auto, plan, samples)
         if start is not None:
             if start.is_dir() and not isinstance(trainer.strategy, FSDP2):
                 raise ConfigError(f"{start} is in shards: trainer=fsdp2 reads it, also with trainer.devices=1")
@@ -118,6 +117,7 @@ def train(config: DictConfig) -> dict[str, Any]:
             module.configure_model()
             module.configure_optimizers()
         if not trainer.fast_dev_run:
+            run_folder.check_place(folder, plan)
             open_run(config, trainer, plan, samples)
     console.print(describe(plan, samples))
     if start is not None:

@@ -203,7 +203,7 @@ def test_setup_reads_the_source_once(folder: Path) -> None:
             r"data\.sequence_length=2: a whole number of tokens, 3 or more",
         ),
         ({"mask": 0.0}, r"data\.mask=0\.0"),
-        ({"val_samples": 0}, r"data\.val_samples=0: set it to 1 or more"),
+        ({"val_samples": 0}, r"data\.val_samples=0: a whole number, 1 or more"),
         ({"objective": "masked", "tokenizer": "bpe"}, r"the tokenizer has no cls_token, which the objective needs"),
         ({"vocab_size": 200}, r"has 257 entries and the model 200: set model\.config\.vocab_size=257"),
         ({"sequence_length": 5000}, r"no whole row of 5001 tokens"),

@@ -208,7 +208,7 @@ def broken(name: str, data: bytes) -> Callable[[Path], Any]:
         (lambda folder: text_files(str(folder)), r"no \.txt, .* files there"),
         (broken("a.doc", b"text"), r"a\.doc is none of \.txt, .*: convert it"),
         (broken("a.txt", b"\xff\xfe\x80" * 9), r"datasets cannot load the train files .*a\.txt.*utf-8.*: mend"),
-        (broken("a.jsonl", b"no json\n"), r"datasets cannot load the train files .*a\.jsonl"),
+        (broken("a.jsonl", b"no json\n"), r"a\.jsonl, line 1 is no JSON"),
         (broken("a.parquet", b"no"), r"datasets cannot load the train files .*a\.parquet"),
         (broken("a.jsonl", b'{"body": "x"}\n'), r"has no column 'text', it has \['body'\]: set data\.source\.column"),
         (broken("a.jsonl", b'{"text": 7}\n'), r"column 'text' holds int and not text"),

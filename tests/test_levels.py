@@ -80,7 +80,7 @@ def test_what_cannot_be_is_named(settings: dict[str, Any], message: str) -> None
     [
         ({"model_name": "no_such_model"}, "no_such_model"),
         ({"embed_dims": 64}, "embed_dims"),
-        ({"num_heads": 5}, r"level 0"),
+        ({"num_heads": 5}, "num_heads=5 does not divide the width"),
         ({"model_name": "resnet18", "img_size": None, "patch_size": None}, "model.config does not build at level 0"),
     ],
 )

@@ -109,9 +109,9 @@ def test_a_run_begins_at_a_checkpoint_of_another(image_set: Path, tmp_path: Path
     plan = ["plan.e_a=[1]", "plan.e_small=[10]"]
     assert train(config_of(image_set, tmp_path / "longer", f"ckpt_path='{best}'", "steps=22", *plan))["steps"] == 22
     for override, message in (
-        ("steps=12", r"stands at step \d+ in phase 3, where this plan has no such step"),
-        ("model.config.depth=4", "of a network of another shape: layers 6 and here 4"),
-        ("ckpt_path=nowhere.ckpt", "there is no checkpoint nowhere.ckpt"),
+        ("steps=12", r"stands at step \d+ in phase 3, which this plan does not have"),
+        ("model.config.depth=4", r"of a network of another shape \(layers 6 and here 4\)"),
+        ("ckpt_path=nowhere.ckpt", "ckpt_path: there is no checkpoint nowhere.ckpt"),
     ):
         with pytest.raises(ConfigError, match=message):
             train(config_of(image_set, tmp_path / "wrong", f"ckpt_path='{best}'", override))
@@ -138,36 +138,3 @@ def test_a_run_goes_on_with_other_batches_of_the_same_step(
     with pytest.raises(ConfigError, match="holds a run with 16 samples in a step, and this one has 8"):
         train(config_of(image_set, tmp_path, *settings, "data.batch_size=8"))
     assert train(config_of(image_set, tmp_path, *settings, *halves))["images"] == 20 * 16
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["model.config.num_heads=3"], "level 0"),
-        (["levels.heads=3"], r"levels\.heads=3: the 4 heads of level 0 do not divide by 3"),
-        (["model.config.num_classes=7"], r"10 classes and the model 7.*model\.config\.num_classes=10"),
-        (["data.source.folder=/no/such/folder"], "/no/such/folder"),
-        (["data.batch_size=1000"], r"fewer than the 1000 of one step.*data\.batch_size"),
-        (["plan.alpha=2"], r"plan\.alpha=2"),
-        (["plan.e_a=30"], "steps=20 has fewer"),
-        (["plan=scratch", "plan.level=5"], "level 5: there are levels 0 to 1"),
-        (["plan.new_layers=mirror"], "mirror"),
-        (["schedule.shape=triangle"], r"schedule\.shape=triangle"),
-        (["+data.augment.shake=1"], "shake"),
-        (["trainer.strategy=fsdp"], "(?i)fsdp"),
-        (["+callbacks.ema._target_=lightning.pytorch.callbacks.WeightAveraging"], "WeightAveraging averages"),
-        (["trainer.precision=12"], "12"),
-        (["model.config.model_name=deit_huge"], "deit_huge"),
-        (["model.architecture=mlframe.architectures.GNN"], "GNN"),
-        (["data.holdout=0", "steps=0"], "no optimizer step"),
-        (["resume=maybe"], "resume=maybe"),
-    ],
-    ids=lambda x: x[0] if isinstance(x, list) else "",
-)
-def test_bad_input_is_one_clear_line_and_nothing_is_written(
-    overrides: list[str], message: str, image_set: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=message) as failure:
-        train(config_of(image_set, tmp_path / "run", *overrides))
-    assert "\n" not in str(failure.value)
-    assert not (tmp_path / "run").exists()

@@ -11,6 +11,8 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from mlframe.axes import check_nan
+
 _SPARE = ("bert.pooler.", "cls.seq_relationship.")  # of published checkpoints, for next-sentence prediction
 _OPTIONS = ("attn_implementation",)  # how, not what, is computed: "sdpa" (the default) or "eager"
 
@@ -26,7 +28,10 @@ def build(network: type[PreTrainedModel], config: Mapping[str, Any]) -> PreTrain
     known = {*_own(config_class()), *_OPTIONS} - config_class.attribute_map.keys()
     if unknown := sorted(config.keys() - known):
         raise ValueError(f"{config_class.__name__} has no {unknown}; it has {sorted(known)}")
-    return network(config_class(**config))
+    made = config_class(**config)
+    if made.num_hidden_layers < 1:
+        raise ValueError(f"{made.num_hidden_layers} layers: a network has 1 or more")
+    return network(made)
 
 
 def _own(config: PreTrainedConfig) -> list[str]:
@@ -66,6 +71,7 @@ def load(network: nn.Module, source: str) -> None:
     if any(wrong.values()):
         found = "; ".join(f"{how} {_some(keys)}" for how, keys in wrong.items() if keys)
         raise ValueError(f"{source} does not fit {type(network).__name__} of model.config: {found}")
+    check_nan(source, loaded.state_dict())
     network.load_state_dict(loaded.state_dict(), strict=True)
 
 
@@ -95,6 +101,8 @@ def _read(network: PreTrainedModel, source: str) -> tuple[PreTrainedModel, dict[
         return kind.from_pretrained(source, config=config, **options)
     except Exception as error:  # of transformers, safetensors, torch or the hub, some of many lines
         reason = str(error).strip().split("\n")[0].split(". ")[0]
+        if "trust_remote_code" in str(error):
+            reason = "it needs code of its own, which is not run: name a model that transformers has"
         raise ValueError(f"{source} cannot be loaded: {type(error).__name__}: {reason}") from error
     finally:
         transformers.logging.set_verbosity(before)

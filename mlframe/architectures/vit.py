@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from timm.models import VisionTransformer, load_state_dict, load_state_dict_from
 from torch import nn
 
 from mlframe import flops
-from mlframe.axes import Architecture, Sizes
+from mlframe.axes import Architecture, Sizes, check_nan
+from mlframe.errors import ConfigError, check_whole
 
 
 def _build(config: Mapping[str, Any]) -> nn.Module:
@@ -21,9 +23,30 @@ def _build(config: Mapping[str, Any]) -> nn.Module:
             raise ValueError(
                 f"{key}={config[key]}: the number of tokens would vary, and the FLOPs with it; leave it out"
             )
+    for key in ("pretrained", "checkpoint_path"):
+        if config.get(key):
+            raise ConfigError(f"model.config.{key}={config[key]}: weights to start from are named with init_from=...")
+    for key in ("embed_dim", "depth", "num_heads", "in_chans"):
+        if key in config:
+            check_whole(f"model.config.{key}", config[key], 1)
+    if "num_classes" in config:
+        check_whole("model.config.num_classes", config["num_classes"], 2)
+    width, heads = config.get("embed_dim"), config.get("num_heads")
+    if width and heads and width % heads:
+        raise ConfigError(
+            f"model.config.num_heads={heads} does not divide the width, embed_dim={width}; choose a factor of it"
+        )
+    name = str(config.get("model_name"))
+    if ":" not in name and not timm.is_model(name):
+        near = ", ".join(difflib.get_close_matches(name, timm.list_models(), 3)) or "timm.list_models() names them"
+        raise ConfigError(f"model.config.model_name={name}: timm has no such model; near it: {near}")
     network = timm.create_model(**config)
     if not isinstance(network, VisionTransformer):
         raise ValueError(f"{config['model_name']} is a {type(network).__name__}, not a timm VisionTransformer")
+    patches: Any = network.patch_embed
+    if any(size % patch for size, patch in zip(patches.img_size, patches.patch_size, strict=True)):
+        raise ConfigError(f"model.config.patch_size: images of {patches.img_size} are no whole number of patches of "
+                         f"{patches.patch_size}, so that their border would be cut off")  # fmt: skip
     return network
 
 
@@ -78,6 +101,7 @@ def _load(network: nn.Module, source: str) -> None:
     if found:
         what = "; ".join(f"{kind} {', '.join(keys[:4])}" for kind, keys in found.items())
         raise ValueError(f"{source} does not fit the network of model.config: {what}")
+    check_nan(source, state)
     network.load_state_dict(state, strict=True)
 
 

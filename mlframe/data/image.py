@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from mlframe.data.augment import EvaluationImages, TrainImages, as_pil, evaluation_transform, train_transform
 from mlframe.data.loader import ResumableLoader, ResumableSampler, evaluation_batches
 from mlframe.data.sources import Images, Splits
+from mlframe.errors import check_whole
 
 CACHE_BYTES = 256 * 2**20  # an evaluation set up to this size is transformed once and kept
 
@@ -62,6 +64,8 @@ class ImageData(pl.LightningDataModule):
         super().__init__()
         if channels not in (1, 3):
             raise ValueError(f"data.channels={channels}: images are made grey (1) or RGB (3)")
+        check_whole("data.image_size", image_size, 1)
+        check_whole("data.workers", workers, 0)
         mean, std = _per_channel("mean", mean, channels), _per_channel("std", std, channels)
         self.source, self.image_size, self.channels, self.classes = source, image_size, channels, classes
         self.batch_size, self.eval_batch_size, self.workers = batch_size, eval_batch_size, workers
@@ -194,7 +198,10 @@ def hold_out(labels: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.
 
 
 def _per_channel(name: str, value: float | Sequence[float], channels: int) -> tuple[float, ...]:
-    values = (value,) if isinstance(value, int | float) else tuple(value)
+    values = (value,) if isinstance(value, int | float | str) else tuple(value)
+    if not all(isinstance(v, int | float) and math.isfinite(v) and (v > 0 or name == "mean") for v in values):
+        raise ValueError(f"data.{name}={value}: of values in [0, 1], so a number{' above 0' * (name == 'std')}, such "
+                         "as 0.5, or a list with one for each channel")  # fmt: skip
     if len(values) not in (1, channels):
         raise ValueError(f"data.{name} has {len(values)} numbers for {channels} channel(s): set "
                          f"model.config.in_chans={len(values)}, or give one number for all")  # fmt: skip

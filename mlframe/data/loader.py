@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from mlframe.errors import check_whole
+
 Key = tuple[int, int]  # (index into the dataset, draw): the dataset seeds its augmentation from it
 
 
@@ -47,11 +49,11 @@ class ResumableSampler(Sampler[list[Key]]):
         repeats: int = 1,
         accumulate: int = 1,
     ):
-        if min(batch_size, world, repeats, accumulate) < 1 or not 0 <= rank < world:
-            raise ValueError(
-                f"batch_size={batch_size}, world={world}, repeats={repeats}, accumulate={accumulate} must be 1 or "
-                f"more, and rank={rank} below world"
-            )
+        check_whole("data.batch_size", batch_size, 1)
+        check_whole("data.repeats", repeats, 1)
+        check_whole("trainer.accumulate_grad_batches", accumulate, 1)
+        if not 0 <= rank < world:
+            raise ValueError(f"rank={rank} of {world} processes: a rank is below their number")
         if size < (step := batch_size * world * accumulate):
             raise ValueError(
                 f"the training set has {size} items, fewer than the {step} of one step ({batch_size} on {world} "
@@ -129,8 +131,7 @@ def evaluation_batches(size: int, batch_size: int, rank: int = 0, world: int = 1
     Raises:
         ValueError: when there are fewer items than ranks, or no whole batch size.
     """
-    if type(batch_size) is not int or batch_size < 1:
-        raise ValueError(f"data.eval_batch_size={batch_size}: a whole number, 1 or more")
+    check_whole("data.eval_batch_size", batch_size, 1)
     if size < world:
         raise ValueError(f"an evaluation set of {size} items cannot be split over {world} processes: use fewer")
     mine = list(range(rank, size, world))

@@ -14,6 +14,7 @@ import numpy as np
 import torchvision.datasets
 from PIL import Image
 
+from mlframe.data.text_sources import loaded
 from mlframe.errors import ConfigError
 
 TORCHVISION_SETS = ("FashionMNIST", "MNIST", "CIFAR10", "CIFAR100")
@@ -132,8 +133,10 @@ def hf_images(
     import datasets  # 2 s
 
     saved = any((Path(path) / mark).is_file() for mark in ("dataset_dict.json", "state.json"))
-    loaded = datasets.load_from_disk(path) if saved else datasets.load_dataset(path, name)
-    found: dict[str, Any] = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
+    found: Any = (
+        loaded(path, datasets.load_from_disk, path) if saved else loaded(path, datasets.load_dataset, path, name)
+    )
+    found = dict(found) if isinstance(found, dict) else {"train": found}
     val = val or ("validation" if "validation" in found else None)
     test = test or ("test" if "test" in found else val)
     chosen = {"train": train, "val": val, "test": test}

@@ -17,7 +17,7 @@ from mlframe.data.masking import EVALUATION, Masking
 from mlframe.data.text_sources import Split, Texts
 from mlframe.data.tokenizer import encoder, entries, find_tokenizer, special_id
 from mlframe.data.tokens import Packing, Rows, causal, masked, token_rows
-from mlframe.errors import ConfigError
+from mlframe.errors import ConfigError, check_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,8 +70,9 @@ class TextData(pl.LightningDataModule):
             )
         if not isinstance(mask, int | float) or not 0 < mask <= 1:
             raise ConfigError(f"data.mask={mask}: the part of the tokens to predict is above 0 and at most 1")
-        if val_samples is not None and val_samples < 1:
-            raise ConfigError(f"data.val_samples={val_samples}: set it to 1 or more, or to null for all")
+        if val_samples is not None:
+            check_whole("data.val_samples", val_samples, 1)
+        check_whole("data.workers", workers, 0)
         self.source, self.tokenizer, self.vocab_size, self.objective = source, tokenizer, vocab_size, objective
         self.sequence_length, self.batch_size, self.eval_batch_size = sequence_length, batch_size, eval_batch_size
         self.folder, self.val_samples, self.workers, self.seed, self.mask = folder, val_samples, workers, seed, mask
@@ -105,6 +106,11 @@ class TextData(pl.LightningDataModule):
         """
         if self._rows:
             return
+        try:
+            Path(self.folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"data.folder={self.folder} cannot be made ({error.strerror}): set data_dir to a folder "
+                              "that can be written") from error  # fmt: skip
         texts = self.source()
         tokenizer = find_tokenizer(self.tokenizer, texts, self.vocab_size, Path(self.folder))
         packing = self._packing(tokenizer)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import glob
+import gzip
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,11 +89,29 @@ def text_files(
             options = {"sample_by": sample_by} if kind == "text" else {}
             with_text = "text" if kind == "text" else column
             names = [str(file) for file in files]
-            rows = _loaded(f"the {split} files {names[0]}, ...", datasets.load_dataset, kind, data_files=names,
-                           split="train", **options)  # fmt: skip
+            try:
+                rows = loaded(f"the {split} files {names[0]}, ...", datasets.load_dataset, kind, data_files=names,
+                              split="train", **options)  # fmt: skip
+            except ConfigError as error:
+                raise _bad_line(files, column) or error from error
             parts.append(_part(split, rows, with_text, names[0]))
+            if rows.data.column(with_text).null_count and (bad := _bad_line(files, column)):
+                raise bad
             marks += [(split, str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return _texts(parts, holdout, f"the files of {train}", repr((marks, column, sample_by)))
+
+
+def _bad_line(files: list[Path], column: str) -> ConfigError | None:
+    """The first line of .jsonl that is no JSON or lacks the column; `datasets` counts from the start of a block."""
+    for file in (file for file in files if ".jsonl" in file.suffixes):
+        with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    if line.strip() and column not in json.loads(line):
+                        return ConfigError(f"{file}, line {number} has no {column!r}: add it or take the line out")
+                except (ValueError, TypeError) as error:
+                    return ConfigError(f"{file}, line {number} is no JSON ({error}): mend it or take it out")
+    return None
 
 
 def _files(split: str, wanted: str | Sequence[str] | None) -> dict[str, list[Path]]:
@@ -178,10 +198,10 @@ def _hf_parts(path: str, name: str | None, column: str, train: str, val: str | N
     import datasets
 
     if any((Path(path) / mark).is_file() for mark in ("dataset_dict.json", "state.json")):
-        loaded = _loaded(path, datasets.load_from_disk, path)
+        found = loaded(path, datasets.load_from_disk, path)
     else:
-        loaded = _loaded(path, datasets.load_dataset, path, name, revision=revision, streaming=streaming)
-    found: dict[str, Any] = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
+        found = loaded(path, datasets.load_dataset, path, name, revision=revision, streaming=streaming)
+    found = dict(found) if isinstance(found, dict) else {"train": found}
     val = val or ("validation" if "validation" in found else None)
     test = test or ("test" if "test" in found else None)
     chosen: dict[Split, str | None] = {"train": train, "val": val, "test": test}
@@ -191,7 +211,8 @@ def _hf_parts(path: str, name: str | None, column: str, train: str, val: str | N
     return [_part(split, found[named], column, path, join) for split, named in chosen.items() if named]
 
 
-def _loaded(what: str, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def loaded(what: str, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`load` of `datasets`, without its bars, and with one line where it cannot."""
     import datasets
     from datasets.exceptions import DatasetsError
 
@@ -199,6 +220,8 @@ def _loaded(what: str, load: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         return load(*args, **kwargs)
+    except StopIteration as error:
+        raise ConfigError(f"{what}: no rows in it; name another") from error
     except (DatasetsError, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error.__cause__ or error).split())
         raise ConfigError(f"datasets cannot load {what} ({reason}): mend it or name another") from error
@@ -213,7 +236,7 @@ def _part(split: Split, rows: Any, column: str, where: str, join: int = 1) -> Pa
 
 def _texts(parts: list[Part], holdout: float, where: str, key: str) -> Texts:
     given = {part.split for part in parts}
-    if "val" not in given and not 0 < holdout < 0.5:
+    if "val" not in given and not (isinstance(holdout, int | float) and 0 < holdout < 0.5):
         raise ConfigError(f"data.source.holdout={holdout}: there is no validation split, and it is the part of the "
                           "documents that becomes one; set it above 0 and below 0.5")  # fmt: skip
     held: list[Split] = [] if "val" in given else ["val"] if "test" in given else ["val", "test"]

@@ -53,6 +53,8 @@ def find_tokenizer(kind: str, texts: Texts, vocab_size: int, folder: Path) -> Pr
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())
+        if "trust_remote_code" in reason:
+            reason = "it needs code of its own, which is not run"
         raise ConfigError(f"transformers cannot load the tokenizer {str(place)!r} ({reason}): set model.tokenizer to "
                           "bpe or wordpiece, to a name on the hub, or to a folder") from error  # fmt: skip
     if not tokenizer.is_fast:
@@ -76,6 +78,9 @@ def check_tokenizer(source: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """
     from transformers import AutoTokenizer
 
+    folder = Path(source).expanduser()
+    if folder.is_dir() and not any(list(folder.glob(name)) for name in ("tokenizer*", "vocab*", "*.model")):
+        return  # transformers would make an empty one
     try:
         theirs = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError):

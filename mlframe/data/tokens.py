@@ -110,8 +110,11 @@ def token_rows(
         with FileLock(folder / f"{place.name}.lock"):
             if not index.is_file():
                 Pass(texts, encoder, packing, place, save_seconds).run()
-    found = json.loads(index.read_text())
-    row_bytes = found["width"] * np.dtype(found["dtype"]).itemsize
+    try:
+        found = json.loads(index.read_text())
+        row_bytes = found["width"] * np.dtype(found["dtype"]).itemsize
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{index} is damaged: delete its folder and run again") from error
     damaged = [s for s in SPLITS if (place / f"{s}.bin").stat().st_size != found["rows"][s] * row_bytes]
     if damaged:
         raise ConfigError(f"{place} lacks rows of {', '.join(damaged)}: delete it and run again")
