@@ -7,6 +7,9 @@ checkpoints/     last.ckpt, where a resume goes on, and best.ckpt of the last ph
 final/           the trained network in the form of its own library
 levels/          the smaller levels' networks likewise, as they were left
 results.json     written last: the run is finished
+status.json      how the run stands: status, reason, step (mlframe.status); error.log, where it broke
+wandb_run_id     the W&B run that a resume goes on in
+.lock            held by the run that works here; .lock.by says which
 """
 
 from __future__ import annotations
@@ -14,18 +17,24 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 
 from mlframe.errors import ConfigError
 from mlframe.plan import Plan
 
-_LEFT = ("results.json", "metrics.csv", "plan.json", "checkpoints", "levels", "final")
+_LEFT = ("results.json", "metrics.csv", "plan.json", "checkpoints", "levels", "final", "error.log")
 
-_FREE = ("resume", "run_dir", "trainer.max_time", "data.workers", "logger", "callbacks.progress")
+_FREE = (
+    "resume", "run_dir", "trainer.max_time", "data.workers", "logger", "callbacks.progress", "metric", "fail_fast",
+)  # fmt: skip
 """May differ when a run goes on: they do not change what is computed."""
 
 
@@ -57,13 +66,36 @@ def _differing(old: Any, new: Any, key: str = "") -> list[str]:
     return [] if old == new else [f"{key} was {old}, is {new}"]
 
 
+@contextmanager
+def held(folder: Path, wait: float = 10.0) -> Iterator[None]:
+    """The folder is this run's alone. Raises ConfigError where another's still is after `wait` seconds.
+
+    The system lets go of the lock of a process that is killed, once its data workers are gone too: hence the wait.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock, by = FileLock(folder / ".lock"), folder / ".lock.by"
+    try:
+        lock.acquire(timeout=wait)
+    except Timeout:
+        who = by.read_text() if by.exists() else "unknown"
+        raise ConfigError(
+            f"another run ({who}) works in {folder}: wait for it, or name this one differently (name=...)"
+        ) from None
+    try:
+        write(by, f"pid {os.getpid()}, host {socket.gethostname()}")
+        yield
+    finally:
+        by.unlink(missing_ok=True)
+        lock.release()
+
+
 def begin(folder: Path, config: DictConfig) -> None:
     """Save the resolved configuration. resume=never first removes what an earlier run left in the folder."""
     if config.resume == "never":
         for name in _LEFT:
             (shutil.rmtree if (folder / name).is_dir() else _unlink)(folder / name)
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
+    write(folder / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
 
 
 def _unlink(path: Path) -> None:
@@ -99,11 +131,11 @@ def write_plan(folder: Path, plan: Plan, samples_per_step: int) -> None:
         "scratch_flops": plan.scratch_flops(samples_per_step), "new_layers": plan.new_layers,
         "split_noise": plan.split_noise, "phases": phases,
     }  # fmt: skip
-    _write(folder / "plan.json", json.dumps(whole, indent=1))
+    write(folder / "plan.json", json.dumps(whole, indent=1))
 
 
 def write_results(folder: Path, results: dict[str, Any]) -> None:
-    _write(folder / "results.json", json.dumps(results, indent=1))
+    write(folder / "results.json", json.dumps(results, indent=1))
 
 
 def read_results(folder: Path) -> dict[str, Any] | None:
@@ -112,7 +144,8 @@ def read_results(folder: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
+    """The whole text or, where this process is killed, what was there before."""
     beside = path.with_name(f".{path.name}.part")
     beside.write_text(text)
     os.replace(beside, path)
