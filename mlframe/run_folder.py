@@ -30,7 +30,7 @@ from omegaconf import DictConfig, OmegaConf
 from mlframe.errors import ConfigError
 from mlframe.plan import Plan
 
-_LEFT = ("results.json", "metrics.csv", "plan.json", "checkpoints", "levels", "final", "error.log")
+_LEFT = ("results.json", "metrics.csv", "plan.json", "checkpoints", "levels", "final")
 
 _FREE = (
     "resume", "run_dir", "trainer.max_time", "data.workers", "logger", "callbacks.progress", "metric", "fail_fast",

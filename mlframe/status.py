@@ -97,6 +97,7 @@ def recorded(config: DictConfig) -> Iterator[Record]:
     with run_folder.held(folder) if first_process() else nullcontext():
         if first_process():
             write(path, Status("running"))
+            (folder / "error.log").unlink(missing_ok=True)
         try:
             yield record
         except BaseException as error:

@@ -1,8 +1,8 @@
 """A Hydra multirun: each job is a process of its own, status.csv says how each ended, a table at the end likewise.
 
 A process of its own, as DDP starts its command again and leaves its environment behind, and as a job that is killed
-must not take the sweep with it. Hydra's task only starts the job and waits. What the jobs of one command tell each other
-(they may run in parallel) is in a journal, a file of lines, whose name is in the environment.
+must not take the sweep with it. Hydra's task only starts the job and waits. What the jobs of one command tell each
+other (they may run in parallel) is in a journal, a file of lines, whose name is in the environment.
 """
 
 from __future__ import annotations

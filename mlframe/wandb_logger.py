@@ -42,9 +42,8 @@ def wandb_logger(mode: Mode = "auto", resume: str = "auto", dir: str | None = No
         chosen = "online" if has_key else "disabled" if mode == "disabled" else "offline"
         if dir is not None:
             kwargs = {"id": _run_id(Path(dir), anew=resume == "never"), "dir": dir, **kwargs}
-        goes_on: Literal["allow"] | None = (
-            "allow" if chosen == "online" else None
-        )  # offline it is the id alone: `wandb sync` joins the parts
+        # Offline the id alone says it: `wandb sync` joins the parts.
+        goes_on: Literal["allow"] | None = "allow" if chosen == "online" else None
         run = wandb.init(mode=chosen, settings=wandb.Settings(silent=True), resume=goes_on, **kwargs)
         run.define_metric("total_flops")
         for group in ("train/*", "val/*", "test/*"):

@@ -153,13 +153,6 @@ def test_a_typo_is_rejected_and_named(box: Box) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_multirun_gives_each_job_a_folder(box: Box) -> None:
-    done = box.run("-m", *box.smoke("steps=2", "name=sweep", "logger=none", "seed=1,2"))
-    assert done.returncode == 0, done.stderr
-    finished = [path.parent for path in (box.folder / "runs" / "sweep").glob("*/results.json")]
-    assert sorted(yaml.safe_load((path / "config.yaml").read_text())["seed"] for path in finished) == [1, 2]
-
-
 def test_installed_from_a_wheel_it_works_anywhere(box: Box, tmp_path: Path) -> None:
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True, timeout=120)
