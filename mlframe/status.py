@@ -137,7 +137,7 @@ def first_process() -> bool:
 
 def attempt(train: Callable[[DictConfig], dict[str, Any]], config: DictConfig) -> Status:
     """Train, and say in one line what ended it, if that is not success. Returns how it ended."""
-    folder = Path(config.run_dir)
+    folder, unexpected = Path(config.run_dir), False
     try:
         results = train(config)
         ended = Status("finished" if results or config.trainer.fast_dev_run else "stopped")
@@ -145,12 +145,15 @@ def attempt(train: Callable[[DictConfig], dict[str, Any]], config: DictConfig) -
         logging.getLogger("mlframe").debug("", exc_info=True)
         ended = caused(error)
         unexpected = ended.status == "failed" and not isinstance(error, ConfigError)
-        more = f" (the traceback is in {folder / 'error.log'})" if unexpected else ""
+        logged = unexpected and (folder / "error.log").exists()
+        if unexpected and not logged:
+            traceback.print_exc()  # fast_dev_run writes nothing
+        more = f" (the traceback is in {folder / 'error.log'})" if logged else ""
         if ended.status == "stopped" and first_process():
             print(f"Stopped by {ended.reason}; the same command goes on from the last checkpoint", flush=True)
         elif ended.status == "failed" or first_process():
             print(f"mlframe-train: {ended.reason}{more}", file=sys.stderr, flush=True)
     kept = of(folder)
-    if kept is not None and kept.status == ended.status and ended.reason in ("", kept.reason):
-        return kept  # which knows the step too
+    if kept is not None and kept.status == ended.status and (unexpected or ended.reason in ("", kept.reason)):
+        return kept  # which knows the step, and which process broke first
     return ended

@@ -54,8 +54,9 @@ class Begin(Callback):
                 raise KeyboardInterrupt  # asked again: at once
             _append(journal, {"signal": number})
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, note)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, note)
 
 
 def job(config: DictConfig) -> float | None:
@@ -129,8 +130,8 @@ def _run(text: str, folder: Path, journal: Path) -> Status:
 def _died(code: int, told: bool, folder: Path, before: Status | None) -> Status:
     """How a job ended that could not say so itself."""
     left = status.of(folder)
-    if left is not None and left != before and left.status == "failed":
-        return left  # another of its processes broke, and said so
+    if left is not None and left != before and left.status != "running":
+        return left  # said before its last breath, or by another of its processes that broke
     if told and code == -signal.SIGTERM:
         ended = Status("stopped", "SIGTERM")
     elif code < 0:

@@ -17,12 +17,16 @@ import yaml
 from fresh_box import Box
 from test_wandb import records
 
+from mlframe import run_folder
+
 HEADS = "model.config.num_heads"
 
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory, image_set: Path) -> Box:
-    return Box(tmp_path_factory.mktemp("sweeps"), image_set)
+    box = Box(tmp_path_factory.mktemp("sweeps"), Path("images"))  # a short name, as it is a part of each job's
+    (box.folder / "images").symlink_to(image_set)
+    return box
 
 
 def rows_of(sweep: Path) -> list[dict[str, str]]:
@@ -90,13 +94,20 @@ def test_a_failing_job_does_not_stop_the_others_and_the_same_command_goes_on(box
     assert "This run is finished" in plain.stdout
 
 
-def test_fail_fast_starts_no_more(box: Box) -> None:
+def test_fail_fast_starts_no_more_and_a_folder_that_is_taken_fails_its_job(box: Box) -> None:
     done = box.run("-m", *box.smoke("name=fast", "steps=2", "logger=none", f"{HEADS}=3,4", "fail_fast=true"))
     assert done.returncode == 1
-    rows = rows_of(box.folder / "runs" / "fast")
+    sweep = box.folder / "runs" / "fast"
+    rows = rows_of(sweep)
     assert [row["status"] for row in rows] == ["failed", "not started"]
     assert "fail_fast=true" in rows[1]["reason"]
-    assert not list((box.folder / "runs" / "fast").glob("*/metrics.csv"))
+    with run_folder.held(sweep / rows[1]["job"]):
+        taken = box.run("-m", *box.smoke("name=fast", "steps=2", "logger=none", f"{HEADS}=4"))
+    assert taken.returncode == 1
+    failed, refused = rows_of(sweep)
+    assert failed == rows[0], "a row of another command stays"
+    assert refused["reason"].startswith(f"another run (pid {os.getpid()}, host ")
+    assert not list(sweep.glob("*/metrics.csv"))
 
 
 def test_two_processes_a_job_are_one_folder_a_job(box: Box) -> None:
