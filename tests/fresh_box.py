@@ -37,7 +37,7 @@ class Box:
     def run(self, *arguments: str, command: list[str] | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*(command or [sys.executable, "-m", "mlframe.train"]), *arguments], cwd=self.folder, text=True,
-            timeout=240, env={**self.env, "PYTHONPATH": os.pathsep.join(self.path)}, stdin=subprocess.DEVNULL,
+            timeout=600, env={**self.env, "PYTHONPATH": os.pathsep.join(self.path)}, stdin=subprocess.DEVNULL,
             capture_output=True,
         )  # fmt: skip
 
