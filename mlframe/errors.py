@@ -9,12 +9,19 @@ class ConfigError(ValueError):
     """What was asked for cannot be: the message names what is wrong and what to do."""
 
 
+class Diverged(ArithmeticError):
+    """A loss or a weight is not finite. The message names the step (counted from 1), the phase and the rate."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
+
+
 class Interrupted(Exception):
-    """A signal has ended training between two steps, and the last one is saved. `code`: the process's exit code."""
+    """A signal, whose name is the message, has ended training between two steps; the last one is saved."""
 
     def __init__(self, signum: int) -> None:
-        super().__init__(f"Stopped by {signal.Signals(signum).name}; the same command goes on from here")
-        self.code = 128 + signum
+        super().__init__(signal.Signals(signum).name)
 
 
 def check_whole(key: str, value: object, least: int, most: int | None = None) -> None:

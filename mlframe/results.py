@@ -21,7 +21,7 @@ SAME = 0.02
 def report(console: Console, folder: Path, results: dict[str, Any]) -> None:
     """Print a run's results, and beside them those of its neighbours at equal FLOPs: the controls of a V-cycle."""
     unit = next(key for key in ("images", "tokens", "samples") if key in results)
-    table = _table("level", "parameters", unit, "FLOPs", "time", f"{unit}/s")
+    table = new_table("level", "parameters", unit, "FLOPs", "time", f"{unit}/s")
     for level, cost in results["levels"].items():
         rate = cost[unit] / cost["seconds"] if cost["seconds"] else 0.0
         table.add_row(
@@ -33,7 +33,7 @@ def report(console: Console, folder: Path, results: dict[str, Any]) -> None:
         console.print(_compared(folder, results, equal))
     elif _visits_levels(folder):
         console.print("The small model alone, for as many FLOPs, is the control of this run: add control=1")
-    console.print("test: " + ", ".join(f"{name} {value:.4f}" for name, value in _tested(results).items()))
+    console.print("test: " + ", ".join(f"{name} {value:.4f}" for name, value in tested(results).items()))
     console.print(
         f"cost: {results['total_flops']:.4g} FLOPs, {results['share_of_scratch']:.0%} of as many steps at full size; "
         f"{_duration(results['wall_time'])} of training"
@@ -60,12 +60,12 @@ def _neighbours(folder: Path, results: dict[str, Any]) -> dict[Path, dict[str, A
 
 
 def _compared(folder: Path, results: dict[str, Any], equal: dict[Path, dict[str, Any]]) -> Table:
-    names = list(_tested(results))
-    table = _table("levels", *names, "FLOPs", "time")
+    names = list(tested(results))
+    table = new_table("levels", *names, "FLOPs", "time")
     table.add_column("at equal FLOPs", overflow="fold")
     for run, values in {folder: results, **equal}.items():
-        tested = _tested(values)
-        scores = [f"{tested[name]:.4f}" if name in tested else "" for name in names]
+        reached = tested(values)
+        scores = [f"{reached[name]:.4f}" if name in reached else "" for name in names]
         levels, name = " ".join(map(str, _levels(run))), "this run" if run == folder else run.name
         table.add_row(levels, *scores, short(values["total_flops"]), _duration(values["wall_time"]), name)
     return table
@@ -80,11 +80,11 @@ def _visits_levels(folder: Path) -> bool:
     return len(set(_levels(folder))) > 1
 
 
-def _tested(results: dict[str, Any]) -> dict[str, float]:
+def tested(results: dict[str, Any]) -> dict[str, float]:
     return {name.removeprefix("test/"): value for name, value in results.items() if name.startswith("test/")}
 
 
-def _table(*columns: str) -> Table:
+def new_table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)

@@ -7,6 +7,9 @@ checkpoints/     last.ckpt, where a resume goes on, and best.ckpt of the last ph
 final/           the trained network in the form of its own library
 levels/          the smaller levels' networks likewise, as they were left
 results.json     written last: the run is finished
+status.json      how the run stands: status, reason, step (mlframe.status); error.log, where it broke
+wandb_run_id     the W&B run that a resume goes on in
+.lock            held by the run that works here; .lock.by says which
 """
 
 from __future__ import annotations
@@ -14,9 +17,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 
 from mlframe.errors import ConfigError
@@ -25,7 +32,7 @@ from mlframe.plan import Plan
 _LEFT = ("results.json", "metrics.csv", "plan.json", "checkpoints", "levels", "final")
 
 _FREE = (
-    "resume", "run_dir", "trainer.max_time", "data.workers", "logger", "callbacks.progress",
+    "resume", "run_dir", "trainer.max_time", "data.workers", "logger", "callbacks.progress", "metric", "fail_fast",
     # Other processes may go on with a run, as long as a step has as many samples (`check_samples`).
     "trainer.devices", "trainer.num_nodes", "trainer.accelerator", "trainer.strategy",
     "trainer.accumulate_grad_batches", "data.batch_size", "trainer.val_check_interval",
@@ -64,6 +71,33 @@ def _differing(old: Any, new: Any, key: str = "") -> list[str]:
     return [] if old == new else [f"{key} was {old}, is {new}"]
 
 
+@contextmanager
+def held(folder: Path, wait: float = 10.0) -> Iterator[None]:
+    """The folder is this run's alone. Raises ConfigError where another's still is after `wait` seconds.
+
+    The system lets go of the lock of a process that is killed, once its data workers are gone too: hence the wait.
+    """
+    lock, by = FileLock(folder / ".lock"), folder / ".lock.by"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=wait)
+    except OSError as error:
+        raise ConfigError(
+            f"run_dir={folder} is no folder that can be written ({error.strerror}): choose another run_dir"
+        ) from error
+    except Timeout:
+        who = by.read_text() if by.exists() else "unknown"
+        raise ConfigError(
+            f"another run ({who}) works in {folder}: wait for it, or name this one differently (name=...)"
+        ) from None
+    try:
+        write(by, f"pid {os.getpid()}, host {socket.gethostname()}")
+        yield
+    finally:
+        by.unlink(missing_ok=True)
+        lock.release()
+
+
 def begin(folder: Path, config: DictConfig) -> None:
     """Save the resolved configuration. resume=never first removes what an earlier run left in the folder."""
     if config.resume == "never":
@@ -72,19 +106,16 @@ def begin(folder: Path, config: DictConfig) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("hpc_ckpt_*"):  # Lightning's, of a requeued job: last.ckpt holds the same, and moves on
         (shutil.rmtree if path.is_dir() else _unlink)(path)
-    _write(folder / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
+    write(folder / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
 
 
 def _unlink(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def check_place(folder: Path, plan: Plan) -> None:
-    """Raise ConfigError where the folder cannot be made, or its disk has no room for the plan's checkpoints."""
-    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ConfigError(f"run_dir={folder}: {there} is no folder that can be written; choose another run_dir")
-    free, needed = shutil.disk_usage(there).free, 2 * plan.checkpoint_bytes
+def check_room(folder: Path, plan: Plan) -> None:
+    """Raise ConfigError where the folder's disk has no room for the plan's checkpoints."""
+    free, needed = shutil.disk_usage(folder).free, 2 * plan.checkpoint_bytes
     if free < needed:
         raise ConfigError(f"run_dir={folder}: the disk has {free / 1e6:,.0f} MB free, and a checkpoint beside the one "
                           f"before it takes {needed / 1e6:,.0f} MB; make room, or choose another run_dir")  # fmt: skip
@@ -107,11 +138,11 @@ def write_plan(folder: Path, plan: Plan, samples_per_step: int) -> None:
         "scratch_flops": plan.scratch_flops(samples_per_step), "new_layers": plan.new_layers,
         "split_noise": plan.split_noise, "phases": phases,
     }  # fmt: skip
-    _write(folder / "plan.json", json.dumps(whole, indent=1))
+    write(folder / "plan.json", json.dumps(whole, indent=1))
 
 
 def write_results(folder: Path, results: dict[str, Any]) -> None:
-    _write(folder / "results.json", json.dumps(results, indent=1))
+    write(folder / "results.json", json.dumps(results, indent=1))
 
 
 def read_results(folder: Path) -> dict[str, Any] | None:
@@ -129,7 +160,8 @@ def read_results(folder: Path) -> dict[str, Any] | None:
     return results
 
 
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
+    """The whole text or, where this process is killed, what was there before."""
     beside = path.with_name(f".{path.name}.part")
     beside.write_text(text)
     os.replace(beside, path)

@@ -25,9 +25,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 from rich.console import Console
 
-from mlframe import checks, run_folder, wandb_logger
+from mlframe import checks, run_folder, status, sweep, wandb_logger
 from mlframe.checkpoint import AtomicCheckpointIO, save_network
 from mlframe.data.tokenizer import check_tokenizer
+from mlframe.divergence import Divergence
 from mlframe.errors import ConfigError, Interrupted
 from mlframe.ledger import Ledger
 from mlframe.levels import make_levels
@@ -91,11 +92,16 @@ def train(config: DictConfig) -> dict[str, Any]:
         console.print(f"This run is finished; to repeat it, add resume=never or remove {folder}")
         report(console, folder, results)
         return results
+    with status.recorded(config) as record:
+        return _run(config, folder, record)
+
+
+def _run(config: DictConfig, folder: Path, record: status.Record) -> dict[str, Any]:
     with one_line():
         checks.check(config)
         pl.seed_everything(config.seed, workers=True, verbose=False)
         plan, data, module = build(config)
-        trainer = build_trainer(config, plan)
+        record.trainer = trainer = build_trainer(config, plan)
         VCycleLoop.attach(trainer, module)
         data.trainer = trainer  # as Lightning does at the start of a fit
         data.setup("fit")
@@ -117,7 +123,7 @@ def train(config: DictConfig) -> dict[str, Any]:
             module.configure_model()
             module.configure_optimizers()
         if not trainer.fast_dev_run:
-            run_folder.check_place(folder, plan)
+            run_folder.check_room(folder, plan)
             open_run(config, trainer, plan, samples)
     console.print(describe(plan, samples))
     if start is not None:
@@ -182,7 +188,7 @@ def build_trainer(config: DictConfig, plan: Plan) -> pl.Trainer:
     callbacks = [instantiate(callback) for callback in config.callbacks.values() if callback]
     return instantiate(
         config.trainer,
-        callbacks=[Ledger(), *callbacks],
+        callbacks=[Ledger(), Divergence(), *callbacks],
         logger=False,  # `open_run` adds them, once nothing can be wrong any more
         plugins=[AtomicCheckpointIO()],
         max_epochs=-1,
@@ -215,12 +221,13 @@ def finish(config: DictConfig, trainer: pl.Trainer, module: LevelModule, data: A
             f"{plan.steps:,}; the same command{more} goes on from there"
         )
         return {}
-    save_network(trainer, module, folder / "final")
     ledger = next(callback for callback in trainer.callbacks if isinstance(callback, Ledger))
     results: dict[str, Any] = {}
-    for evaluate in (trainer.validate, trainer.test):
-        for metrics in evaluate(module, datamodule=data, verbose=False):
-            results |= metrics
+    for metrics in trainer.validate(module, datamodule=data, verbose=False):  # may still find that it diverged
+        results |= metrics
+    save_network(trainer, module, folder / "final")
+    for metrics in trainer.test(module, datamodule=data, verbose=False):
+        results |= metrics
     results |= {
         "steps": trainer.global_step,
         module.unit: ledger.samples * module.units,
@@ -262,33 +269,31 @@ def _plain(config: DictConfig) -> dict[str, Any]:
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
-def _hydra_main(config: DictConfig) -> None:
-    failed = True
-    try:
-        train(config)
-        failed = False
-    except ConfigError as error:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            raise
-        logging.getLogger("mlframe").debug("", exc_info=True)
-        line = str(error).strip().splitlines()[-1]  # a loader's worker sends a traceback before it
-        sys.exit(f"mlframe-train: {line}")
-    except Interrupted as error:
-        console.print(str(error))
-        sys.exit(error.code if rank_zero_only.rank == 0 else 0)  # or Lightning would kill process 0 at its work
-    finally:
-        wandb_logger.finish(failed)
+def _hydra_main(config: DictConfig) -> float | None:
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        return sweep.job(config)
+    ended = status.attempt(train, config)
+    wandb_logger.finish(failed=status.exit_code(ended) != 0)
+    if status.exit_code(ended):
+        sys.exit(status.exit_code(ended))
+    return None
 
 
-def main() -> None:
-    """The console script `mlframe-train`."""
-    # Lightning announces absent GPUs, defaults and its own products; of its messages only a profiler's report stays.
+def quiet() -> None:
+    """Lightning announces absent GPUs, defaults and its own products; of it only a profiler's report stays."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)
     warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`")  # Lightning's own call of torch
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")  # that is how a run goes on
-    _hydra_main()
+
+
+def main() -> None:
+    """The console script `mlframe-train`."""
+    quiet()
+    sweep.command(_hydra_main)
 
 
 if __name__ == "__main__":
-    main()
+    from mlframe.train import main as main_by_name  # the workers of a parallel sweep find the task by its module
+
+    main_by_name()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,52 +13,12 @@ import pytest
 import timm
 import torch
 import yaml
+from fresh_box import ROOT, Box
 from small_text import WORDS, write_text
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
-
-ROOT = Path(__file__).parents[1]
-GUARD = """
-import socket
-
-def refuse(self, address, connect=socket.socket.connect):
-    if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
-        open("connections.txt", "a").write(repr(address))
-        raise OSError(f"connection tried: {address}")
-    return connect(self, address)
-
-socket.socket.connect = refuse
-"""
-
-
-class Box:
-    """A fresh machine: an empty home, no key, no terminal, no network beyond itself."""
-
-    def __init__(self, folder: Path, images: Path) -> None:
-        self.folder, self.images = folder / "cwd", images
-        self.path = [str(folder / "guard"), str(ROOT)]
-        for name in ("cwd", "home", "guard"):
-            (folder / name).mkdir()
-        (folder / "guard" / "sitecustomize.py").write_text(GUARD)
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "HYDRA", "MLFRAME", "PYTHON"))}
-        self.env = {**kept, "HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        self.env |= {"CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"}
-
-    def run(self, *arguments: str, command: list[str] | None = None) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*(command or [sys.executable, "-m", "mlframe.train"]), *arguments], cwd=self.folder, text=True,
-            timeout=240, env={**self.env, "PYTHONPATH": os.pathsep.join(self.path)}, stdin=subprocess.DEVNULL,
-            capture_output=True,
-        )  # fmt: skip
-
-    def smoke(self, *overrides: str) -> list[str]:
-        """The default experiment on the 200 images, in 16 steps."""
-        return [
-            "experiment=deit_fashion", "data=image_folder", f"data.source.folder={self.images}", "data.workers=0",
-            "data.batch_size=16", "steps=16", "trainer.val_check_interval=5", "trainer.log_every_n_steps=1", *overrides,
-        ]  # fmt: skip
 
 
 @pytest.fixture
@@ -192,13 +151,6 @@ def test_a_typo_is_rejected_and_named(box: Box) -> None:
     assert done.returncode != 0
     assert "max_step" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_multirun_gives_each_job_a_folder(box: Box) -> None:
-    done = box.run("-m", *box.smoke("steps=2", "name=sweep", "logger=none", "seed=1,2"))
-    assert done.returncode == 0, done.stderr
-    finished = [path.parent for path in (box.folder / "runs" / "sweep").glob("*/results.json")]
-    assert sorted(yaml.safe_load((path / "config.yaml").read_text())["seed"] for path in finished) == [1, 2]
 
 
 def test_installed_from_a_wheel_it_works_anywhere(box: Box, tmp_path: Path) -> None:

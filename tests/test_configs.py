@@ -17,7 +17,10 @@ from mlframe.train import CONF, build, build_trainer, run_name
 
 GROUPS = {group.name: sorted(file.stem for file in group.glob("*.yaml")) for group in CONF.iterdir() if group.is_dir()}
 CHOICES = [
-    f"{group}={name}" for group, names in GROUPS.items() for name in names if group not in ("experiment", "debug")
+    f"{group}={name}"
+    for group, names in GROUPS.items()
+    for name in names
+    if group not in ("experiment", "debug", "hparams_search")  # which needs a plugin: tests/test_sweep.py
 ]
 WHOLE = [f"{group}={name}" for group in ("experiment", "debug") for name in GROUPS[group]]
 
