@@ -21,6 +21,7 @@ _HOMES = {
     "module": ["ImageClassification", "LevelModule"],
     "language": ["CausalLM", "MaskedLM"],
     "loop": ["VCycleLoop"],
+    "sharding": ["FSDP2"],
     "ledger": ["Ledger"],
     "errors": ["ConfigError"],
 }

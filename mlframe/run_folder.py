@@ -81,15 +81,15 @@ def held(folder: Path, wait: float = 10.0) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=wait)
-    except OSError as error:
-        raise ConfigError(
-            f"run_dir={folder} is no folder that can be written ({error.strerror}): choose another run_dir"
-        ) from error
     except Timeout:
         who = by.read_text() if by.exists() else "unknown"
         raise ConfigError(
             f"another run ({who}) works in {folder}: wait for it, or name this one differently (name=...)"
         ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"run_dir={folder} is no folder that can be written ({error.strerror}): choose another run_dir"
+        ) from error
     try:
         write(by, f"pid {os.getpid()}, host {socket.gethostname()}")
         yield
