@@ -17,7 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -88,7 +88,7 @@ class Case:
         self.counts, self.seconds = Counter(seen["counts"]), seen["seconds"]
 
     def endure(self, name: str, kills: deque[Kill]) -> list[Death]:
-        """One run to its end, through the kills from the queue's front. One that it outlived goes to the back."""
+        """One run to its end, through the kills at the queue's front; one that comes too late is put back, sooner."""
         run, deaths = self.folder / name, list[Death]()
         config = self._config(run)
         while (life := live(config, kill := kills.popleft() if kills else None, self.prepare, self.seconds)).killed:
@@ -97,7 +97,7 @@ class Case:
             place = last.get("phase", ""), last.get("step", "")
             deaths.append(Death(self.family, self.way, name, kill.moment, *place, life.first_row))
         if kill is not None:
-            kills.append(kill)
+            kills.append(replace(kill, nth=1, share=kill.share / 2))
         for death in deaths:  # which of them did it, cannot be told
             death.lost = life.error or "; ".join(differences(self.whole, run))
         return deaths
@@ -135,7 +135,7 @@ def live(config: DictConfig, kill: Kill | None, prepare: Callable[[], None] | No
             continue
         _kill(process.pid)
         process.join()
-    life.killed = process.exitcode == -signal.SIGKILL and not life.error
+    life.killed = kill is not None and process.exitcode == -signal.SIGKILL and not life.error
     if process.exitcode and not life.killed and not life.error:
         lines = _log(run).read_text().splitlines() or ["(it printed nothing)"]
         life.error = f"exit code {process.exitcode}: {lines[-1]}"

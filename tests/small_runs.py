@@ -34,18 +34,18 @@ WAYS = {
 }  # fmt: skip
 _COMMON = [
     "logger=none", "callbacks.progress=null", "+trainer.enable_progress_bar=false", "trainer.accelerator=cpu",
-    "trainer.log_every_n_steps=1", "data.batch_size=8", "steps=24", "levels.count=3", "plan.e_a=[3, 3]",
-    "plan.e_small=[5, 5]", "plan.alpha=[0.25, 0.5]",
+    "trainer.log_every_n_steps=1", "data.batch_size=8", "steps=16", "levels.count=3", "plan.e_a=[2, 2]",
+    "plan.e_small=[3, 3]", "plan.alpha=[0.25, 0.5]",
 ]  # fmt: skip
 
 
 def write_source(family: str, folder: Path) -> Path:
-    """The family's data, of which 24 steps are more than one epoch and less than ten."""
+    """The family's data, of which 16 steps are more than one epoch and less than five."""
     return write_images(folder) if family == "deit" else write_text(folder, lines=200).parent
 
 
 def config_of(family: str, way: str, source: Path, run: Path) -> DictConfig:
-    """Levels 0 1 2 1 0 for 3, 3, 5, 5 and 8 steps. Tokens are made in the run's own folder."""
+    """Levels 0 1 2 1 0 for 2, 2, 3, 3 and 6 steps. Tokens are made in the run's own folder."""
     where = [f"data.source.{'folder' if family == 'deit' else 'train'}={source}", f"data_dir={run}/data"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose("train", [*FAMILIES[family], *WAYS[way], *_COMMON, *where, f"run_dir={run}"])
