@@ -61,6 +61,7 @@ START = {
 LATER = {
     "before the optimizer steps": Moment("before", pl.LightningModule, "optimizer_step"),
     "a batch is done": Moment("after", Ledger, "on_train_batch_end"),
+    "in a validation": Moment("before", pl.LightningModule, "on_validation_batch_end"),
     "a row is due": Moment("before", Rows, "log_metrics"),
     "a row is there": Moment("after", Rows, "log_metrics"),
     "metrics.csv is rewritten": Moment("before", os, "replace", "metrics.csv"),

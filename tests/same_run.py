@@ -12,6 +12,8 @@ import torch
 from mlframe.rows import read_rows
 
 _CLOCK = ("seconds", "wall_time")
+# What a process keeps of its last validation: a resume begins without, and the next validation sets it.
+_LAST_VALIDATION = ("epoch_loop.val_loop.batch_progress", "current_score")
 
 
 def differences(a: Path, b: Path) -> list[str]:
@@ -26,8 +28,8 @@ def differences(a: Path, b: Path) -> list[str]:
             continue
         mine, other = (dict(_leaves(read(run / name), str(run))) for run in (a, b))
         if differing := [key for key in {**mine, **other} if mine.get(key) != other.get(key)]:
-            first = differing[0]
-            out.append(f"{name}: {len(differing)} differ, {first} was {mine.get(first)} and is {other.get(first)}")
+            was, now = (f"{values.get(differing[0])}"[:60] for values in (mine, other))
+            out.append(f"{name}: {len(differing)} differ, {differing[0]} was {was} and is {now}")
     return out
 
 
@@ -55,7 +57,7 @@ def _leaves(value: Any, run: str, at: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict | list | tuple):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, below in items:
-            if key not in _CLOCK:
+            if key not in _CLOCK + _LAST_VALIDATION:
                 yield from _leaves(below, run, f"{at}/{key}".replace(run, ""))
         yield at, (type(value).__name__, len(value))
     elif isinstance(value, torch.Tensor):

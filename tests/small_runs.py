@@ -34,8 +34,8 @@ WAYS = {
 }  # fmt: skip
 _COMMON = [
     "logger=none", "callbacks.progress=null", "+trainer.enable_progress_bar=false", "trainer.accelerator=cpu",
-    "trainer.log_every_n_steps=1", "data.batch_size=8", "steps=16", "levels.count=3", "plan.e_a=[2, 2]",
-    "plan.e_small=[3, 3]", "plan.alpha=[0.25, 0.5]",
+    "trainer.log_every_n_steps=1", "trainer.limit_val_batches=3", "data.batch_size=8", "data.eval_batch_size=4",
+    "steps=16", "levels.count=3", "plan.e_a=[2, 2]", "plan.e_small=[3, 3]", "plan.alpha=[0.25, 0.5]",
 ]  # fmt: skip
 
 

@@ -21,26 +21,31 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case("deit", "accumulated", tmp_path_factory.mktemp("deit"))
 
 
-def survives(case: Case, *kills: Kill) -> None:
-    deaths = case.endure("killed", deque(kills))
+def survives(case: Case, name: str, *kills: Kill) -> None:
+    deaths = case.endure(name, deque(kills))
     assert [death.moment for death in deaths] == [kill.moment for kill in kills], "each of them met the run"
     assert not [death for death in deaths if death.lost]
 
 
 def test_deit_survives_torn_checkpoints_kills_without_progress_and_one_in_a_transition(case: Case) -> None:
     torn = [Kill("a checkpoint is torn", 2, 0.01), Kill("a checkpoint is torn", 1, 0.99)]
-    survives(case, *torn, *[Kill("all is built")] * 2, Kill("interpolate"))
+    survives(case, "torn", *torn, *[Kill("all is built")] * 2, Kill("interpolate"))
     assert set(case.counts) == set(MOMENTS), "a run comes by every moment"
+
+
+def test_a_kill_in_the_first_accumulation_window_after_a_resume_is_survived(case: Case) -> None:
+    """The resume must not save what half a window did."""
+    survives(case, "window", Kill("last.ckpt is replaced", 3), Kill("before the optimizer steps"))
 
 
 def test_bert_survives_kills_around_the_next_weights_a_rename_and_the_end(tmp_path: Path) -> None:
     kills = Kill("the next weights are there"), Kill("last.ckpt is written", 3), Kill("results.json is written")
-    survives(Case("bert", "plain", tmp_path), *kills)
+    survives(Case("bert", "plain", tmp_path), "killed", *kills)
 
 
 def test_gpt_survives_kills_between_rows_and_checkpoint_in_levels_and_from_outside(tmp_path: Path) -> None:
     kills = Kill("rows are there, no checkpoint", 5), Kill("levels/k is written"), Kill(PART_FILE, share=0.1)
-    survives(Case("gpt", "accumulated", tmp_path), *kills)
+    survives(Case("gpt", "accumulated", tmp_path), "killed", *kills)
 
 
 def write_in_place() -> None:
