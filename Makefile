@@ -17,7 +17,7 @@ pip_install = .venv/bin/python -m pip install --quiet --disable-pip-version-chec
 endif
 
 .NOTPARALLEL: # so that `make -j clean install` is clean, then install
-.PHONY: help install train-deit train-bert train-gpt test lint format types bench notebooks clean
+.PHONY: help install train-deit train-bert train-gpt test versions lint format types bench notebooks clean
 
 help:  ## list these targets (the default)
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / {printf "%-12s %s\n", $$1, $$2}' Makefile
@@ -46,6 +46,21 @@ train-gpt: .venv/.installed  ## train a small GPT-2 on API documentation in a V-
 
 test: .venv/.installed  ## run the tests
 	.venv/bin/python -m pytest $(ARGS)
+
+# Beside the Lightning of .venv, in folders of their own: the oldest that mlframe takes and the newest there is today.
+versions: .venv/.installed .venv/lightning-2.6.4  ## run the loop's tests on Lightning 2.6.4 and on the newest 2.x
+	@rm -rf .venv/lightning-newest
+	@$(pip_install) --no-deps --target .venv/lightning-newest "lightning>=2.6.4,<3"
+	@set -e; for folder in .venv/lightning-2.6.4 .venv/lightning-newest; do \
+		version=$$(basename $$folder/lightning-*.dist-info .dist-info); \
+		if [ -e .venv/lib/python*/site-packages/$$version.dist-info ]; then \
+			echo "== $$version is what make test runs on"; continue; fi; \
+		echo "== the loop's tests on $$version"; \
+		PYTHONPATH=$(CURDIR)/$$folder LIGHTNING=$${version#lightning-} .venv/bin/python -m pytest \
+			tests/test_lightning_private.py tests/test_loop.py tests/test_resume.py; done
+
+.venv/lightning-2.6.4: | .venv/.installed
+	@rm -rf $@.part && $(pip_install) --no-deps --target $@.part lightning==2.6.4 && mv $@.part $@
 
 lint: .venv/.installed  ## check style and formatting
 	.venv/bin/ruff check

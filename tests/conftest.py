@@ -8,10 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
+from small_images import write_images
 from torch import Tensor, nn
 
 from mlframe.architectures import BERT, GPT2, LLAMA, VIT
@@ -165,13 +164,4 @@ def batch_for(family: Family, rows: int = 3, seed: int = 1) -> tuple[Tensor, ...
 
 @pytest.fixture(scope="session")
 def image_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """200 grey images of 28 x 28 in 10 classes, as an ImageFolder; a class is a bright row at its own height."""
-    folder, draw = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
-    for part, each in (("train", 12), ("val", 4), ("test", 4)):
-        for label in range(10):
-            (folder / part / f"class_{label}").mkdir(parents=True)
-            for i in range(each):
-                pixels = draw.integers(0, 120, (28, 28), dtype=np.uint8)
-                pixels[2 * label + 3] = 255
-                Image.fromarray(pixels).save(folder / part / f"class_{label}" / f"{i}.png")
-    return folder
+    return write_images(tmp_path_factory.mktemp("images"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 
 import lightning
 import lightning.pytorch as pl
@@ -27,6 +28,11 @@ USED = {
 
 def moved(what: str) -> str:
     return f"Lightning {lightning.__version__} moved {what}, which mlframe/loop.py uses: adapt it, or bound the version"
+
+
+@pytest.mark.skipif("LIGHTNING" not in os.environ, reason="only `make versions` asks for a version")
+def test_the_version_that_make_versions_names_is_the_one_in_use() -> None:
+    assert lightning.__version__ == os.environ["LIGHTNING"]
 
 
 @pytest.mark.parametrize("name", USED)

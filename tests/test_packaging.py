@@ -27,6 +27,7 @@ TARGETS = [
     "train-bert",
     "train-gpt",
     "test",
+    "versions",
     "lint",
     "format",
     "types",
