@@ -9,13 +9,16 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from hydra.errors import InstantiationException
 from hydra.utils import get_object
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError
 
 from mlframe.errors import ConfigError, check_whole
 from mlframe.levels import make_levels
@@ -167,3 +170,27 @@ def _check_callbacks(plain: Mapping[str, Any]) -> None:
         if unmeasured and str(callback.get("monitor")).startswith("val/"):
             raise ConfigError(f"trainer.limit_val_batches=0: callbacks.{name} monitors {callback['monitor']}, which "
                               f"is then never measured; add callbacks.{name}=null")  # fmt: skip
+
+
+@contextmanager
+def one_line() -> Iterator[None]:
+    """Whatever is wrong with what was asked for becomes a ConfigError of one line."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except InstantiationException as error:
+        cause = error.__cause__ or error
+        raise ConfigError(f"{error.full_key}: {flat(cause)}" if hasattr(error, "full_key") else flat(cause)) from error
+    except InterpolationKeyError as error:
+        raise ConfigError(
+            f"{str(error).splitlines()[0]}: choose a model and data that fit each other, such as model=gpt_docs "
+            "data=docs"
+        ) from error
+    except Exception as error:  # libraries raise all sorts
+        raise ConfigError(flat(error)) from error
+
+
+def flat(error: BaseException) -> str:
+    """Its message in one line."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -7,8 +7,6 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +14,16 @@ import hydra
 import lightning.pytorch as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from hydra.utils import get_object, instantiate
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError
 from rich.console import Console
 
 from mlframe import checks, run_folder, status, sweep, wandb_logger
 from mlframe.checkpoint import AtomicCheckpointIO, save_network
+from mlframe.checks import flat, one_line
 from mlframe.data.tokenizer import check_tokenizer
 from mlframe.divergence import Divergence
 from mlframe.errors import ConfigError, Interrupted
@@ -54,31 +51,6 @@ def run_name(overrides: str) -> str:
 
 
 OmegaConf.register_new_resolver("run_name", run_name, replace=True)
-
-
-@contextmanager
-def one_line() -> Iterator[None]:
-    """Whatever is wrong with what was asked for becomes a ConfigError of one line."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except InstantiationException as error:
-        cause = error.__cause__ or error
-        raise ConfigError(
-            f"{error.full_key}: {_flat(cause)}" if hasattr(error, "full_key") else _flat(cause)
-        ) from error
-    except InterpolationKeyError as error:
-        raise ConfigError(
-            f"{str(error).splitlines()[0]}: choose a model and data that fit each other, such as model=gpt_docs "
-            "data=docs"
-        ) from error
-    except Exception as error:  # libraries raise all sorts
-        raise ConfigError(_flat(error)) from error
-
-
-def _flat(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def train(config: DictConfig) -> dict[str, Any]:
@@ -181,7 +153,7 @@ def _check_compiler(device: torch.device) -> None:
     try:
         torch.compile(lambda x: x + 1)(torch.ones(1, device=device))
     except Exception as error:
-        raise ConfigError(f"compile=true: torch.compile does not work here ({_flat(error)[:200]})") from error
+        raise ConfigError(f"compile=true: torch.compile does not work here ({flat(error)[:200]})") from error
 
 
 def build_trainer(config: DictConfig, plan: Plan) -> pl.Trainer:

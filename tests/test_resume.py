@@ -9,11 +9,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from small_fit import LEVELS, SaveAtValidation, fit, loader, same, weights
+from small_fit import LEVELS, TWO, SaveAtValidation, fit, loader, same, weights
 
 from mlframe.checkpoint import AtomicCheckpointIO, LastCheckpoint
 from mlframe.errors import ConfigError
 from mlframe.ledger import Ledger
+from mlframe.plan import vcycle
 from mlframe.rows import Rows, read_rows
 
 
@@ -104,6 +105,40 @@ def test_each_level_is_compiled_and_a_resume_is_as_exact(tmp_path: Path, monkeyp
     assert len(graphs) > seen
     assert same(weights(fit(ckpt=tmp_path / "step=14.ckpt")[0]), weights(whole))
     assert not any("_orig_mod" in name for name in torch.load(tmp_path / "step=14.ckpt")["state_dict"])
+
+
+@pytest.mark.parametrize("stops", [(4,), (3, 6), (10,)], ids=str)
+def test_each_sample_once_an_epoch_whatever_the_stops(stops: tuple[int, ...], tmp_path: Path) -> None:
+    """Case A6: 20 samples, batches of 2, 14 steps (an epoch ends at 10), shuffled, with dropout; two levels."""
+    plan = vcycle(TWO, 14, 3, 6, 0.5)
+
+    def run(until: int, ckpt: Path | None = None) -> list[tuple[int, int, float, list[int]]]:
+        class Stop(pl.Callback):
+            def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+                trainer.should_stop = trainer.global_step == until < plan.steps
+
+        last = LastCheckpoint(tmp_path, every=1000)
+        rows = Rows(tmp_path / "stopped")
+        callbacks = (Stop(), last)
+        module, _ = fit(plan, loader(20, 2), ckpt, callbacks=callbacks, logger=rows, enable_checkpointing=True)
+        final.update(weights(module))
+        return module.seen
+
+    final: dict[str, torch.Tensor] = {}
+    seen, ckpt = [], None
+    for until in (*stops, plan.steps):
+        seen += run(until, ckpt)
+        ckpt = tmp_path / "last.ckpt"
+    straight, _ = fit(plan, loader(20, 2), logger=Rows(tmp_path / "straight"))
+    assert seen == straight.seen
+    assert same(final, weights(straight))
+    indices = [index for _, _, _, batch in seen for index in batch]
+    assert sorted(indices[:20]) == list(range(20))
+    assert len(set(indices[20:])) == 8
+    losses = [[row["train/loss"] for row in read_rows(tmp_path / name / "metrics.csv") if row["train/loss"]]
+              for name in ("straight", "stopped")]  # fmt: skip
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 14
 
 
 def test_a_kill_right_after_a_save_loses_no_row_and_no_validation(tmp_path: Path) -> None:
