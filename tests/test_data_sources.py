@@ -8,6 +8,7 @@ import struct
 import subprocess
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.error import URLError
@@ -21,6 +22,8 @@ from PIL import Image
 from mlframe.data import fashion_mnist as fashion
 from mlframe.data.idx import read_idx
 from mlframe.data.sources import Splits, hf_images, image_folder, torchvision_set
+
+packed = partial(gzip.compress, mtime=0)  # the same bytes at any time
 
 COUNTS = {"train": 20, "t10k": 10}
 
@@ -38,7 +41,7 @@ def write_fashion(folder: Path, unpack: bool = False, changed: dict[str, np.ndar
         files = {f"{part}-images-idx3-ubyte": images, f"{part}-labels-idx1-ubyte": labels}
         for name, array in files.items():
             new = (changed or {}).get(name, array)
-            data = new if isinstance(new, bytes) else idx(new) if unpack else gzip.compress(idx(new), mtime=0)
+            data = new if isinstance(new, bytes) else idx(new) if unpack else packed(idx(new))
             (folder / (name if unpack else f"{name}.gz")).write_bytes(data)
     return folder
 
@@ -63,7 +66,7 @@ def mnist_5k(rows: int = 5000) -> bytes:
     table = np.zeros((rows, 785), dtype=np.uint8)
     table[:, 100] = np.arange(rows) % 251
     table[:, -1] = np.arange(rows) * 10 // rows
-    return gzip.compress("\n".join(",".join(map(str, row)) for row in table.tolist()).encode())
+    return packed("\n".join(",".join(map(str, row)) for row in table.tolist()).encode())
 
 
 # idx files
@@ -72,7 +75,7 @@ def mnist_5k(rows: int = 5000) -> bytes:
 @pytest.mark.parametrize("name", ["a.gz", "a"])
 def test_idx_round_trip(tmp_path: Path, name: str) -> None:
     array = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
-    (tmp_path / name).write_bytes(gzip.compress(idx(array), mtime=0) if name.endswith("gz") else idx(array))
+    (tmp_path / name).write_bytes(packed(idx(array)) if name.endswith("gz") else idx(array))
     assert np.array_equal(read_idx(tmp_path / name, 3), array)
 
 
@@ -80,14 +83,14 @@ def test_idx_round_trip(tmp_path: Path, name: str) -> None:
     ("data", "found"),
     [
         (b"<html>not found</html>", "does not unpack as gzip"),
-        (gzip.compress(idx(np.zeros(500, np.uint8)))[:-9], "does not unpack as gzip"),
-        (gzip.compress(b"", mtime=0), "begins with nothing"),
-        (gzip.compress(b"\x01\x02\x08\x01" + bytes(8), mtime=0), "begins with 01020801"),
-        (gzip.compress(idx(np.zeros((3, 4), np.uint8))), "has 2 dimension.* expected 1"),
-        (gzip.compress(idx(np.zeros(3, np.uint8), kind=0x0D)), "type 0x0d"),
-        (gzip.compress(b"\0\0\x08\x01\0", mtime=0), "header is cut off after 5 of 8"),
-        (gzip.compress(idx(np.zeros(9, np.uint8))[:-2]), r"promises 9 values .* holds 7"),
-        (gzip.compress(idx(np.zeros(9, np.uint8)) + b"\0"), r"promises 9 values .* holds 10"),
+        (packed(idx(np.zeros(500, np.uint8)))[:-9], "does not unpack as gzip"),
+        (packed(b""), "begins with nothing"),
+        (packed(b"\x01\x02\x08\x01" + bytes(8)), "begins with 01020801"),
+        (packed(idx(np.zeros((3, 4), np.uint8))), "has 2 dimension.* expected 1"),
+        (packed(idx(np.zeros(3, np.uint8), kind=0x0D)), "type 0x0d"),
+        (packed(b"\0\0\x08\x01\0"), "header is cut off after 5 of 8"),
+        (packed(idx(np.zeros(9, np.uint8))[:-2]), r"promises 9 values .* holds 7"),
+        (packed(idx(np.zeros(9, np.uint8)) + b"\0"), r"promises 9 values .* holds 10"),
     ],
 )
 def test_a_broken_idx_file_is_named_with_what_it_holds(tmp_path: Path, data: bytes, found: str) -> None:
