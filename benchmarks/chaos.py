@@ -1,6 +1,6 @@
 """SIGKILL at random moments, again and again, in whole runs of DeiT, BERT and GPT-2: nothing may be lost.
 
-python benchmarks/chaos.py [KILLS]        (of each family; default: 50, some five minutes on one core)
+python benchmarks/chaos.py [KILLS]        (of each family; default: 50, under ten minutes on one core)
 
 A run that dies goes on in its folder until it is finished, and has to leave what a run leaves that nothing killed: the
 weights, the checkpoints with the optimizer's state and the rows, to the bit. Half of each family's runs accumulate
