@@ -150,8 +150,8 @@ class _EpochLoop(_TrainingEpochLoop):
 
     def _finish_step_before_a_stop(self, in_window: bool) -> None:
         """Whoever asks for a stop inside an accumulation window gets it at the window's end."""
-        self._stop_is_due = self._stop_is_due or self.trainer.should_stop
-        self.trainer.should_stop = self._stop_is_due and not in_window
+        asked = self._stop_is_due or self.trainer.should_stop
+        self._stop_is_due, self.trainer.should_stop = asked and in_window, asked and not in_window
 
     def _broadcast_sigterm_tensor(self) -> None:
         """With several processes, before each batch. Lightning's stops there; here all agree on a stop after the step,
