@@ -212,7 +212,7 @@ IMAGE_FILES: Rows = [
     (with_images(lambda own: (own / "train/class_0/0.png").write_bytes(b"no image")), "data.source.folder={tmp}/own",
      "0.png does not decode (cannot identify image file"),
     (file("no", ""), "run_dir={tmp}/no", "no is no folder that can be written ("),
-    (file("no", ""), "run_dir={tmp}/no/run", "no is no folder that can be written ("),
+    (file("no", ""), "run_dir={tmp}/no/run", "no/run is no folder that can be written ("),
     (None, "init_from={tmp}/none", "none is not there: give a file, a folder such as a run's final/, or hf-hub:ORG"),
 ]  # fmt: skip
 OTHER_FILES: dict[str, Rows] = {
