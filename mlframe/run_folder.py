@@ -21,17 +21,19 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 
 from mlframe.errors import ConfigError
-from mlframe.plan import Plan
+
+if TYPE_CHECKING:  # the report reads folders without torch
+    from mlframe.plan import Plan
 
 _LEFT = ("results.json", "metrics.csv", "plan.json", "checkpoints", "levels", "final")
 
-_FREE = (
+FREE = (
     "resume", "run_dir", "trainer.max_time", "data.workers", "logger", "callbacks.progress", "metric", "fail_fast",
     # Other processes may go on with a run, as long as a step has as many samples (`check_samples`).
     "trainer.devices", "trainer.num_nodes", "trainer.accelerator", "trainer.strategy",
@@ -63,7 +65,7 @@ def check_same(folder: Path, config: DictConfig) -> None:
 
 def _differing(old: Any, new: Any, key: str = "") -> list[str]:
     """The keys below which two configurations differ."""
-    if key in _FREE:
+    if key in FREE:
         return []
     if isinstance(old, dict) and isinstance(new, dict):
         below = dict.fromkeys([*old, *new])
