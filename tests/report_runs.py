@@ -20,9 +20,19 @@ PHASES = {"scratch": [(0, 1.0)], "control": [(1, 1.0)], "vcycle": [(0, 0.05), (1
 
 
 def write_run(
-    folder: Path, way: str, cost: int, loss: float, steps: int = 100, seed: int = 0, lr: float = 1e-3,
-    seconds: float | None = None, acc: float = 0.5, status: str = "finished", reason: str = "",
-    course: Sequence[tuple[float, float]] = ((0.5, 6.0),), **changes: Any,
+    folder: Path,
+    way: str,
+    cost: int,
+    loss: float,
+    steps: int = 100,
+    seed: int = 0,
+    lr: float = 1e-3,
+    seconds: float | None = None,
+    acc: float = 0.5,
+    status: str = "finished",
+    reason: str = "",
+    course: Sequence[tuple[float, float]] = ((0.5, 6.0),),
+    **changes: Any,
 ) -> Path:
     """A run of `cost` FLOPs that ends at `loss`. course: (share of the cost, val/loss) before its end.
 
@@ -56,7 +66,9 @@ def write_run(
     for share, value in (*course, (1.0, loss)):
         ends = [sum(phase["share"] for phase in phases[: i + 1]) for i in range(len(phases))]  # type: ignore[misc]
         phase = next(i for i, end in enumerate(ends) if share <= end + 1e-9)
-        rows.append(f"{round(share * steps)},{value},{acc},{share * cost},{share * steps * 256},{share * seconds},{phase}")
+        rows.append(
+            f"{round(share * steps)},{value},{acc},{share * cost},{share * steps * 256},{share * seconds},{phase}"
+        )
     (folder / "metrics.csv").write_text("".join(f"{row}\r\n" for row in rows), newline="")
     if status == "finished":
         results: Mapping[str, Any] = {

@@ -47,7 +47,11 @@ def _course(task: Task, lines: Sequence[Line], metric: str, cost: str, label: st
         for line in lines:
             if line.metric != metric:
                 continue
-            method, (colour, _), largest = task.methods[line.method], colours.pair(line.method), last[line.method] == line.steps
+            method, (colour, _), largest = (
+                task.methods[line.method],
+                colours.pair(line.method),
+                last[line.method] == line.steps,
+            )
             x, style = line.x[cost], "--" if method.kind == "control" else "-"
             axes.fill_between(x, line.low, line.high, color=colour, alpha=0.16, linewidth=0)
             axes.plot(x, line.median, style, color=colour, alpha=1 if largest else 0.5, linewidth=1.5 if largest else 1,

@@ -5,15 +5,19 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 const clear = (colour, alpha) => "rgba(" + [1, 3, 5].map(i => parseInt(colour.slice(i, i + 2), 16)).join() + "," + alpha + ")";
 const colourOf = method => method.colours[dark.matches ? 1 : 0];
 
-function layout(x, y, log) {
+const tickformats = { total_flops: ".3~e", wall_time: "", tokens: "~s", images: "~s", samples: "~s" };
+
+function layout(cost, x, y, log) {
   const style = getComputedStyle(document.documentElement), css = name => style.getPropertyValue(name).trim();
-  const axis = { gridcolor: css("--line"), linecolor: css("--line"), zeroline: false, automargin: true, exponentformat: "power" };
+  const axis = { gridcolor: css("--line"), linecolor: css("--line"), zeroline: false, automargin: true };
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: "closest",
     font: { color: css("--ink"), size: 13, family: getComputedStyle(document.body).fontFamily },
     hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink") }, align: "left", namelength: -1 },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: css("--soft"), activecolor: css("--ink") },
     margin: { l: 8, r: 14, t: 14, b: 8 }, dragmode: innerWidth > 720 ? "zoom" : false,
-    xaxis: { ...axis, title: { text: x, standoff: 12 }, type: log ? "log" : "linear" },
+    xaxis: { ...axis, title: { text: x, standoff: 12 }, tickformat: tickformats[cost], nticks: innerWidth > 720 ? 10 : 5,
+             ...(log ? { type: "log", dtick: "D2" } : {}) },
     yaxis: { ...axis, title: { text: y, standoff: 10 } },
   };
 }
@@ -36,7 +40,7 @@ function course(task, state) {
                                  hovertemplate: hover, mode: "markers", opacity,
                                  marker: { symbol: "circle-open", size: 10, color: colour, line: { width: 2 } } });
   }
-  const bottom = layout(task.costs[state.cost], state.metric, state.log);
+  const bottom = layout(state.cost, task.costs[state.cost], state.metric, state.log);
   bottom.yaxis.range = task.windows[state.metric];
   return [traces, bottom];
 }
@@ -54,7 +58,7 @@ function finished(task, state) {
                   text: runs.map(run => "seed " + run.seed + ", " + run.steps.toLocaleString("en") + " steps, rate " + run.rate),
                   marker: { color: colour, size: 9, symbol: method.symbol, line: { color: clear(colour, 0.3), width: 3 } } });
   });
-  return [traces, layout(task.costs[state.cost], "final " + state.metric, true)];
+  return [traces, layout(state.cost, task.costs[state.cost], "final " + state.metric, true)];
 }
 
 function show(task, index) {

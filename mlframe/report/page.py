@@ -34,7 +34,9 @@ def page(tasks: Sequence[Task], lines: Sequence[Sequence[Line]], left: Sequence[
     folder = Path(__file__).parent
     links = [f'<a href="#task{i}">{escape(task.label)}</a>' for i, task in enumerate(tasks)] if len(tasks) > 1 else []
     links += ['<a href="#left">Left out</a>'] if left else []
-    body = [f'<header><h1>mlframe report</h1><p class="soft">{counts(tasks, left)}</p><nav>{"".join(links)}</nav></header>']
+    body = [
+        f'<header><h1>mlframe report</h1><p class="soft">{counts(tasks, left)}</p><nav>{"".join(links)}</nav></header>'
+    ]
     body += [_section(i, task, bool(drawn)) for i, (task, drawn) in enumerate(zip(tasks, lines, strict=True))]
     if left:
         body.append(f'<section id="left">{_table(left_table(left))}</section>')
@@ -93,8 +95,8 @@ def _card(index: int, task: Task, method: Method) -> str:
         badge = ("good" if gained else "", "the control loses")
     name = f'<span class="dot" data-method="{index}"></span>{escape(method.label + budget)}'
     return (
-        f'<div class="card"><p class="name">{name}</p><p class="big{"" if reached else " words"}">{escape(big)}</p>'
-        f'<p class="soft">{escape(more)}</p><span class="badge {badge[0]}">{escape(badge[1])}</span></div>'
+        f'<div class="card"><p class="name">{name}</p><p class="big{"" if reached else " words"}">{_whole(big)}</p>'
+        f'<p class="soft">{_whole(more)}</p><span class="badge {badge[0]}">{escape(badge[1])}</span></div>'
     )
 
 
@@ -127,15 +129,24 @@ def costs(task: Task) -> dict[str, str]:
 def _table(table: Table, folded: bool = False) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in table.columns)
     rows = "".join(
-        "<tr>"
-        + "".join(f'<td data-label="{escape(n)}">{escape(c)}</td>' for n, c in zip(table.columns, row, strict=True))
-        + "</tr>"
+        "<tr>" + "".join(_cell(name, text) for name, text in zip(table.columns, row, strict=True)) + "</tr>"
         for row in table.rows
     )
     inner = f'<p class="soft">{escape(table.note)}</p><div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
     if folded:
         return f'<details class="block"><summary>{escape(table.title)}</summary>{inner}</details>'
     return f'<div class="block"><h3>{escape(table.title)}</h3>{inner}</div>'
+
+
+def _cell(name: str, text: str) -> str:
+    """Its column's name is beside it on a phone, where cells without a value are left out."""
+    none = ' class="none"' if text in ("–", "") else ""
+    return f'<td{none} data-label="{escape(name)}">{_whole(text)}</td>'
+
+
+def _whole(text: str) -> str:
+    """Escaped; a number stays with its unit in one line."""
+    return escape(text).replace("≥ ", "≥&nbsp;").replace(" %", "&nbsp;%")
 
 
 def _data(task: Task, drawn: Sequence[Line]) -> dict[str, Any]:

@@ -111,9 +111,13 @@ def rates_table(task: Task) -> Table:
     rows = []
     for method in task.methods:
         for point in method.points:
-            tried = ", ".join(f"{rate(r)}: {'diverged' if v == math.inf else f'{v:.4f}'}" for r, v in point.tried.items())
+            tried = ", ".join(
+                f"{rate(r)}: {'diverged' if v == math.inf else f'{v:.4f}'}" for r, v in point.tried.items()
+            )
             rows.append((method.label, f"{point.steps:,}", rate(point.rate), _edge(point), tried))
-    note = f"At each budget the rate with the best median of {CHOICE} over the seeds; a diverged run counts as the worst."
+    note = (
+        f"At each budget the rate with the best median of {CHOICE} over the seeds; a diverged run counts as the worst."
+    )
     return Table("Rates", note, ("method", "steps", "taken", "grid", "tried"), tuple(rows))
 
 
