@@ -2,8 +2,8 @@
 
 python benchmarks/report_speed.py [RUNS] [ROWS]        (default: 1000 10000; the rows take 1 GB of a temporary folder)
 
-Writes finished runs of a task (scratch and nine V-cycles, at 20 budgets, five seeds each: every run's rows are read), then
-starts the command in a process of its own and prints its seconds, and the largest memory it held.
+Writes finished runs of a task (scratch and nine V-cycles, at 20 budgets, five seeds each: every run's rows are read),
+then starts the command in a process of its own and prints its seconds, and the largest memory it held.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def write(folder: Path, config: dict[str, Any], number: int, rows: int, body: li
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
     sizes = [{"layers": 6 // (k + 1), "embed": 64 // (k + 1)} for k in range(2)]
     levels = (0, 1, 0) if vcycle else (0,)
-    phases = [{"name": f"phase {i}", "level": k, "steps": steps // len(levels), "sizes": sizes[k], "parameters": 439_296}
-              for i, k in enumerate(levels)]  # fmt: skip
+    each = {"steps": steps // len(levels), "parameters": 439_296}
+    phases = [{"name": f"phase {i}", "level": k, "sizes": sizes[k], **each} for i, k in enumerate(levels)]
     (folder / "plan.json").write_text(json.dumps({"steps": steps, "samples_per_step": 8, "phases": phases}))
     (folder / "status.json").write_text(json.dumps({"status": "finished", "reason": "", "step": steps}))
     loss, flops = 3 + math.exp(-budget / 5) + seed / 1000 - method / 500, steps * 10**9

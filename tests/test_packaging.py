@@ -81,6 +81,7 @@ def test_command_is_declared(wheel: dict[str, bytes]) -> None:
     entry_points = configparser.ConfigParser()
     entry_points.read_string(wheel[f"{METADATA}/entry_points.txt"].decode())
     assert entry_points["console_scripts"]["mlframe-train"] == "mlframe.train:main"
+    assert entry_points["console_scripts"]["mlframe-report"] == "mlframe.report.cli:main"
 
 
 def test_malicious_lightning_uploads_are_out_of_bounds(metadata: Message) -> None:

@@ -15,7 +15,7 @@ from mlframe.report.curves import Line, turns, window
 from mlframe.report.methods import Task
 from mlframe.report.page import costs
 
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "svg.hashsalt": "mlframe", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
     "grid.alpha": 0.3, "legend.frameon": False, "figure.dpi": 200,
 }  # fmt: skip

@@ -28,8 +28,10 @@ def _dotted(*keys: str) -> tuple[str, ...]:
 
 
 _TASK = _dotted("model", "data", "trainer.limit_val_batches")
-_NOT_TASK = _dotted("model.task", "data.augment", "data.seed", "data.workers", "data.batch_size", "data.eval_batch_size",
-             "data.folder", "data.source.folder")  # fmt: skip
+_NOT_TASK = _dotted(
+    "model.task", "data.augment", "data.seed", "data.workers", "data.batch_size", "data.eval_batch_size", "data.folder",
+    "data.source.folder",
+)  # fmt: skip
 _NO_METHOD = _dotted(
     *FREE, "name", "seed", "data.seed", "steps", "plan.steps", "optimizer.lr", "data_dir", "data.folder",
     "data.source.folder", "data.eval_batch_size", "callbacks.last", "callbacks.levels", "callbacks.best",
@@ -41,8 +43,10 @@ _WAY = _dotted("plan", "levels", "control")
 
 @dataclass(frozen=True)
 class Point:
-    """A method's finished runs at one budget and its best rate, one a seed; `every`: those at all rates. `tried`: rate -> its median, inf where most
-    of its runs diverged. `diverged`: how many did at the rate that is taken."""
+    """A method's finished runs at one budget and its best rate, one a seed; `every`: those at all rates.
+
+    tried: rate -> its median, inf where most of its runs diverged.  diverged: how many did at the rate that is taken.
+    """
 
     steps: int
     rate: float | None

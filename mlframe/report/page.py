@@ -14,19 +14,19 @@ from mlframe.report import colours, savings
 from mlframe.report.curves import Line, axes, turns, window
 from mlframe.report.methods import Method, Task
 from mlframe.report.runs import Run
-from mlframe.report.tables import NEEDS, TRIVIAL, Table, counts, left_table, tables
+from mlframe.report.tables import NEEDS, NONE, TRIVIAL, Table, counts, left_table, tables
 
 _HOW = """
 <p><b>A saving</b> is 1 - C / C of scratch, where C is what a run cost with its schedule finished, and C of scratch what
-scratch costs to the same final value: read off scratch's own finished runs over budgets, the logarithm of the cost linear
-in the value between two of them. Nothing is extrapolated: <i>not reached</i> is worse than scratch's smallest budget, and
-≥ means better than its largest. The crossing of two courses of training is no saving, as a rate that has not decayed
-flatters whoever decays first.</p>
-<p><b>The control</b> is a method's small level alone, for as many FLOPs (within 2 %). Where it does as well, a saving is
-trivial: the small model is simply the better buy.</p>
-<p><b>FLOPs</b> count all that a run trained, at every level. Time is the runs' own, and compares on one idle machine only.
-Lines are thinned for drawing to some 300 points, bands go from the least to the most seed, and rings mark changes of phase.
-Every number is computed from the whole files; results.csv has one row a run.</p>
+scratch costs to the same final value: read off scratch's own finished runs over budgets, the logarithm of the cost
+linear in the value between two of them. Nothing is extrapolated: <i>not reached</i> is worse than scratch's smallest
+budget, and ≥ means better than its largest. The crossing of two courses of training is no saving, as a rate that has
+not decayed flatters whoever decays first.</p>
+<p><b>The control</b> is a method's small level alone, for as many FLOPs (within 2 %). Where it does as well, a saving
+is trivial: the small model is simply the better buy.</p>
+<p><b>FLOPs</b> count all that a run trained, at every level. Time is the runs' own, and compares on one idle machine
+only. Lines are thinned for drawing to some 300 points, bands go from the least to the most seed, and rings mark changes
+of phase. Every number is computed from the whole files; results.csv has one row a run.</p>
 """
 
 
@@ -70,7 +70,7 @@ def _section(index: int, task: Task, courses: bool) -> str:
 
 
 def _card(index: int, task: Task, method: Method) -> str:
-    """What the method saves at scratch's final value, where its own budgets lie around it; else at its largest budget."""
+    """What the method saves at scratch's final value, if its budgets lie around it; else at its largest budget."""
     point, metric, cost = method.points[-1], task.metrics[0], "total_flops"
     quality, budget = "the same", f", {point.steps:,} steps"
     saved, time = (savings.saved(task, point, metric, c) for c in (cost, "wall_time"))
@@ -84,7 +84,7 @@ def _card(index: int, task: Task, method: Method) -> str:
     if saved is not None:
         big = str(saved.median) if reached else "Not reached"
         spread = f" ({saved.low} to {saved.high})" if reached and saved.pairs > 1 else ""
-        more = f"of the FLOPs saved at {quality} {metric}{spread}; of the time {time.median if time else '–'}"
+        more = f"of the FLOPs saved at {quality} {metric}{spread}; of the time {time.median if time else NONE}"
         more = more if reached else f"worse than scratch's smallest budget, in {metric}"
     gained = saved is not None and saved.gained
     if trivial:
@@ -132,7 +132,8 @@ def _table(table: Table, folded: bool = False) -> str:
         "<tr>" + "".join(_cell(name, text) for name, text in zip(table.columns, row, strict=True)) + "</tr>"
         for row in table.rows
     )
-    inner = f'<p class="soft">{escape(table.note)}</p><div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    whole = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    inner = f'<p class="soft">{escape(table.note)}</p><div class="wide">{whole}</div>'
     if folded:
         return f'<details class="block"><summary>{escape(table.title)}</summary>{inner}</details>'
     return f'<div class="block"><h3>{escape(table.title)}</h3>{inner}</div>'
@@ -140,7 +141,7 @@ def _table(table: Table, folded: bool = False) -> str:
 
 def _cell(name: str, text: str) -> str:
     """Its column's name is beside it on a phone, where cells without a value are left out."""
-    none = ' class="none"' if text in ("–", "") else ""
+    none = ' class="none"' if text in (NONE, "") else ""
     return f'<td{none} data-label="{escape(name)}">{_whole(text)}</td>'
 
 
@@ -158,7 +159,10 @@ def _data(task: Task, drawn: Sequence[Line]) -> dict[str, Any]:
                 {
                     "steps": point.steps,
                     "median": {name: point.median(name) for name in names},
-                    "runs": [{**{n: run.results[n] for n in names}, "seed": run.seed, "rate": run.rate} for run in point.runs],
+                    "runs": [
+                        {**{name: run.results[name] for name in names}, "seed": run.seed, "rate": run.rate}
+                        for run in point.runs
+                    ],
                 }
                 for point in method.points
             ],

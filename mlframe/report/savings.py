@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from mlframe.report.methods import Method, Point, Task
 
@@ -64,7 +65,7 @@ def cost_of(curve: Curve, value: float) -> tuple[float, str]:
     "less" where its cheapest run is better already, "more" where none of its runs is as good."""
     if value >= curve[0][1]:
         return curve[0][0], "" if value == curve[0][1] else "less"
-    for (cost_a, a), (cost_b, b) in zip(curve, curve[1:], strict=False):
+    for (cost_a, a), (cost_b, b) in pairwise(curve):
         if b <= value:
             return cost_a * (cost_b / cost_a) ** ((a - value) / (a - b)), ""
     return max(cost for cost, _ in curve), "more"
@@ -75,7 +76,7 @@ def value_at(curve: Curve, cost: float) -> float | None:
     for other, value in sorted(curve, key=lambda point: abs(math.log(point[0] / cost))):
         if abs(other / cost - 1) <= SAME:
             return value
-    for (cost_a, a), (cost_b, b) in zip(curve, curve[1:], strict=False):
+    for (cost_a, a), (cost_b, b) in pairwise(curve):
         if cost_a <= cost <= cost_b:
             return a + (b - a) * math.log(cost / cost_a) / math.log(cost_b / cost_a)
     return None
@@ -86,7 +87,7 @@ def curves(method: Method, metric: str, cost: str) -> list[Curve]:
     seeds = set.intersection(*({run.seed for run in point.runs} for point in method.points))
     if not seeds:
         return [median_curve(method, metric, cost)]
-    per_seed = []
+    per_seed: list[Curve] = []
     for seed in sorted(seeds, key=lambda seed: (seed is None, seed or 0)):
         runs = [next(run for run in point.runs if run.seed == seed) for point in method.points]
         per_seed.append(sorted((float(run.results[cost]), sign(metric) * run.results[metric]) for run in runs))

@@ -16,6 +16,7 @@ from mlframe.report.savings import Control, Spread
 
 _COLUMNS = ("task", "method", "kind", "seed", "steps", "rate", "samples_per_step", "status", "reason", "compared")
 TRIVIAL = "trivial: the control does as well"
+NONE = "–"  # noqa: RUF001 - a dash, for no value
 NEEDS = "needs scratch at two or more budgets"
 
 
@@ -51,8 +52,8 @@ def results_csv(runs: Sequence[Run], tasks: Sequence[Task], left: Sequence[Run])
         values = [run.results.get(name) for name in (*metrics, *costs, "parameters")]
         lines.append(["" if value is None else value for value in (*known, *values, run.folder)])
     order = {(task.label, method.label): i for task in tasks for i, method in enumerate(task.methods)}
-    lines.sort(key=lambda row: (row[0] == "", row[0], order.get((row[0], row[1]), 0), row[4] or 0, row[5] or 0,
-                                row[3] or 0, row[-1]))  # fmt: skip
+    lines.sort(key=lambda row: (row[0] == "", row[0], order.get((str(row[0]), str(row[1])), 0), row[4] or 0,
+                                row[5] or 0, row[3] or 0, row[-1]))  # fmt: skip
     writer.writerows(lines)
     return out.getvalue()
 
@@ -81,7 +82,7 @@ def savings_table(task: Task, metric: str) -> Table:
                 cells += [_against(task, point, metric), _control(found)]
                 cells += [saving_cell(task, method, point, metric, cost) for cost in ("total_flops", "wall_time")]
             else:
-                cells += [_against(task, point, metric) if method.kind == "control" else "–", "–", "–", "–"]
+                cells += [_against(task, point, metric) if method.kind == "control" else NONE, NONE, NONE, NONE]
             rows.append(tuple(cells))
     few = savings.budgets(task) < 2
     note = f"A saving {NEEDS}; until then, compare at equal FLOPs." if few else (
@@ -160,7 +161,7 @@ def _control(found: Sequence[Control]) -> str:
 
 def _against(task: Task, point: Point, metric: str) -> str:
     less = savings.against_scratch(task, point, metric)
-    return "–" if less is None else f"{less:+.4f}"
+    return NONE if less is None else f"{less:+.4f}"
 
 
 def _seeds(point: Point) -> str:
@@ -177,7 +178,7 @@ def _budgets(method: Method | None) -> str:
 
 
 def rate(value: float | None) -> str:
-    return "–" if value is None else f"{value:g}"
+    return NONE if value is None else f"{value:g}"
 
 
 def flops(value: float) -> str:
