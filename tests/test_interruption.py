@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,16 @@ from mlframe.checkpoint import LastCheckpoint
 from mlframe.errors import Interrupted
 from mlframe.interruption import Interruption
 from mlframe.rows import Rows, read_rows
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Tests that are started by nohup, or with &, inherit that signals are ignored."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL, signal.SIGTERM: signal.SIG_DFL}
+    before = {signum: signal.signal(signum, handler) for signum, handler in usual.items()}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
 class Send(pl.Callback):
