@@ -12,7 +12,6 @@ from small_fit import QUIET, fit, loader, same, weights
 from torch import Tensor
 from two_processes import STEPS, launch
 
-pytestmark = pytest.mark.xdist_group("processes")
 TOLERANCE = 1e-6
 """Between numbers of processes: sums of gradients in another order, in float32, over 26 steps."""
 
