@@ -17,8 +17,11 @@ class Diverged(ArithmeticError):
         self.step = step
 
 
-class Interrupted(Exception):
-    """A signal, whose name is the message, has ended training between two steps; the last one is saved."""
+class Interrupted(BaseException):
+    """A signal, whose name is the message, has ended the run: after a step, which is saved, or outside of training.
+
+    Not an Exception, as KeyboardInterrupt is not: nobody who catches all sorts shall take it for an error.
+    """
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -24,7 +25,8 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     ended = status.attempt(train, config)
     if status.first_process():
-        status.write(path.with_suffix(".json"), ended)
+        with suppress(OSError):  # no room: the exit code has to do
+            status.write(path.with_suffix(".json"), ended)
         if ended.status == "failed" and not wandb_logger.opened() and status.of(Path(config.run_dir)) == ended:
             wandb_logger.log_failure(config)
     wandb_logger.finish(failed=status.exit_code(ended) != 0)

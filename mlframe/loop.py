@@ -15,12 +15,12 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.call import _call_configure_model
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 from mlframe.accumulation import OpenWindow
 from mlframe.errors import ConfigError
@@ -33,21 +33,23 @@ from mlframe.transition import transition
 class VCycleLoop(_FitLoop):
     """Runs `module.plan`: stock Lightning, but for a transition before the first batch of each later phase."""
 
-    def __init__(self, trainer: pl.Trainer, module: LevelModule) -> None:
+    def __init__(self, trainer: pl.Trainer, module: LevelModule, interruption: Interruption) -> None:
         stock = trainer.fit_loop
         super().__init__(trainer, min_epochs=stock.min_epochs, max_epochs=stock.max_epochs)
         self.plan = module.plan
         slurm = trainer._accelerator_connector.cluster_environment
         requeues = isinstance(slurm, SLURMEnvironment) and slurm.auto_requeue
-        self.interruption = Interruption(slurm.requeue_signal if requeues else None)
+        interruption.requeue = slurm.requeue_signal if requeues else None
+        self.interruption = interruption
         self.epoch_loop = _EpochLoop(trainer, min_steps=stock.min_steps, max_steps=self.plan.steps)
 
     @classmethod
-    def attach(cls, trainer: pl.Trainer, module: LevelModule) -> VCycleLoop:
+    def attach(cls, trainer: pl.Trainer, module: LevelModule, interruption: Interruption | None = None) -> VCycleLoop:
         """Give the trainer this loop, before `trainer.fit(module)`. Refuses what cannot follow a changing network."""
         _refuse(trainer)
-        loop = cls(trainer, module)
+        loop = cls(trainer, module, interruption or Interruption())
         trainer.fit_loop = loop
+        trainer._signal_connector = _Signals(trainer)
         trainer.callbacks[:0] = [StepSeed(module.seed), OpenWindow(), loop.interruption]
         for callback in trainer.callbacks:
             if isinstance(callback, (EarlyStopping, ModelCheckpoint)) and callback.monitor is not None:
@@ -117,7 +119,6 @@ class VCycleLoop(_FitLoop):
 
 class _EpochLoop(_TrainingEpochLoop):
     _stop_is_due = False
-    _agreed_signum = 0
 
     def advance(self, data_fetcher: Any) -> None:
         # Before the fetch, not after the step: so the last step's checkpoint and validation see the network that was
@@ -136,9 +137,8 @@ class _EpochLoop(_TrainingEpochLoop):
         self._finish_step_before_a_stop(loop.in_window)
         if loop.in_window or self.global_step >= self.max_steps:
             return
-        signum = self._agreed_signum if self.trainer.world_size > 1 else loop.interruption.signum
+        signum = loop.interruption.agreed(self.trainer)
         if signum:
-            loop.interruption.signum = signum
             self.trainer.should_stop = True  # only now: a stop brings a validation, for which a signal leaves no time
         # A resume counts a step that ended in a validation again, as Lightning's own saves come before the count.
         validated = self._validates_when_resumed(data_fetcher)
@@ -154,11 +154,7 @@ class _EpochLoop(_TrainingEpochLoop):
         self._stop_is_due, self.trainer.should_stop = asked and in_window, asked and not in_window
 
     def _broadcast_sigterm_tensor(self) -> None:
-        """With several processes, before each batch. Lightning's stops there; here all agree on a stop after the step,
-        also where only one of them got the signal."""
-        flag = torch.tensor(self.trainer.fit_loop.interruption.signum, device=self.trainer.strategy.root_device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        self._agreed_signum = int(flag)
+        """Where Lightning's processes agree to stop before a batch; ours agree after a step."""
 
     def _validates_when_resumed(self, data_fetcher: Any) -> bool:
         """Whether a validation is due at this batch; a stop brings one too, but a resume no longer knows of it."""
@@ -166,6 +162,17 @@ class _EpochLoop(_TrainingEpochLoop):
         due = self._should_check_val_fx(data_fetcher)
         self.trainer.should_stop = stops
         return due
+
+
+class _Signals(_SignalConnector):
+    """While a fit, a validation or a test runs, signals are the loop's to note."""
+
+    def register_signal_handlers(self) -> None:
+        self.received_sigterm = False
+        self.trainer.fit_loop.interruption.install()
+
+    def teardown(self) -> None:
+        self.trainer.fit_loop.interruption.restore()
 
 
 class StepSeed(pl.Callback):

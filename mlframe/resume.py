@@ -37,7 +37,10 @@ def starting_point(folder: Path, ckpt_path: str | None, auto: bool, plan: Plan, 
 
 def _check_samples(folder: Path, samples: int) -> None:
     path = folder / "plan.json"
-    before = json.loads(path.read_text())["samples_per_step"] if path.exists() else samples
+    try:
+        before = json.loads(path.read_text())["samples_per_step"] if path.exists() else samples
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path} is damaged: remove it, and run again (it is written anew)") from error
     if before != samples:
         raise ConfigError(
             f"{folder} holds a run with {before} samples in a step, and this one has {samples}: change data.batch_size "

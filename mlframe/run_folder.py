@@ -165,5 +165,8 @@ def read_results(folder: Path) -> dict[str, Any] | None:
 def write(path: Path, text: str) -> None:
     """The whole text or, where this process is killed, what was there before."""
     beside = path.with_name(f".{path.name}.part")
-    beside.write_text(text)
+    with beside.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(beside, path)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -225,8 +225,9 @@ def replace_folder(beside: Path, path: Path) -> None:
 def recover(path: Path) -> None:
     """Put back the checkpoint that `replace_folder` had moved away when it was killed."""
     old = path.with_name(f".{path.name}.old")
-    if old.exists() and not path.exists():
-        os.replace(old, path)
+    if not path.exists():
+        with suppress(FileNotFoundError):  # there is none, or another process of the run was first
+            os.replace(old, path)
 
 
 def _spread(whole: Tensor | None, shard: Tensor) -> None:

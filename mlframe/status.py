@@ -9,18 +9,19 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig
+from torch.distributed import DistBackendError
 
 from mlframe import run_folder
 from mlframe.errors import ConfigError, Diverged, Interrupted
+from mlframe.interruption import end_with_parent
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,11 @@ class Status:
 
 
 def read(path: Path) -> Status | None:
-    return Status(**json.loads(path.read_text())) if path.exists() else None
+    """None where there is none, or no whole one: a full disk leaves such files, and so does a power cut."""
+    try:
+        return Status(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def write(path: Path, status: Status) -> None:
@@ -54,8 +59,6 @@ def caused(error: BaseException, step: int | None = None) -> Status:
         return Status("diverged", str(error), error.step)
     if isinstance(error, Interrupted):
         return Status("stopped", str(error), step)
-    if isinstance(error, SIGTERMException):  # before training has begun
-        return Status("stopped", "SIGTERM", step)
     # Lightning turns a KeyboardInterrupt into an exit.
     if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
         return Status("stopped", "SIGINT", step)
@@ -63,6 +66,8 @@ def caused(error: BaseException, step: int | None = None) -> Status:
     if any(line.startswith("Traceback (most recent") for line in lines):
         lines = lines[-1:]  # a loader's worker sends its traceback before the message
     reason = " ".join(" ".join(lines).split())
+    if "gloo/transport" in reason or isinstance(error, DistBackendError):
+        reason = f"another process of this run is gone, killed or out of memory ({reason[:150]})"
     return Status("failed", reason if isinstance(error, ConfigError) else f"{type(error).__name__}: {reason}", step)
 
 
@@ -103,7 +108,8 @@ def recorded(config: DictConfig) -> Iterator[Record]:
         try:
             yield record
         except BaseException as error:
-            _record_end(folder, caused(error, record.step), error)
+            with suppress(OSError):  # a full disk must not hide what it has ended
+                _record_end(folder, caused(error, record.step), error)
             if fresh and first_process() and not (folder / "config.yaml").exists():
                 _remove(folder)
             raise
@@ -140,6 +146,7 @@ def first_process() -> bool:
 def attempt(train: Callable[[DictConfig], dict[str, Any]], config: DictConfig) -> Status:
     """Train, and say in one line what ended it, if that is not success. Returns how it ended."""
     folder, unexpected = Path(config.run_dir), False
+    end_with_parent()
     try:
         results = train(config)
         ended = Status("finished" if results or config.trainer.fast_dev_run else "stopped")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -41,11 +42,16 @@ _COLUMNS = ("job", "status", "reason", "step", "overrides")
 class Begin(Callback):
     """Hydra's callback: a multirun begins. Its journal lies in its folder; a signal is noted there, for all jobs."""
 
+    pid: int | None = None
+    """Of the process that runs the command; the workers of a parallel launcher do not know it."""
+
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         folder = Path(config.hydra.sweep.dir).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        journal = folder / f".sweep-{os.getpid()}.jsonl"
+        # Not named by the process: those of two nodes or containers may have the same number.
+        journal = folder / f".sweep-{secrets.token_hex(8)}.jsonl"
         journal.write_text("")
+        Begin.pid = os.getpid()
         os.environ[_JOURNAL] = str(journal)
         os.environ["HYDRA_FULL_ERROR"] = "1"  # leaves an error to `command`, which makes it one line
 
@@ -62,15 +68,15 @@ class Begin(Callback):
 def job(config: DictConfig) -> float | None:
     """Hydra's task in a multirun: run the job, note how it ended, return what a sweeper optimises (None: no value)."""
     hydra, journal = HydraConfig.get(), Path(os.environ[_JOURNAL])
-    if not _is_main(journal):
+    if not _is_main():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process has it too, and notes it
     folder = Path(config.run_dir)
     ended = _ended(config, folder, journal)
     name = os.path.relpath(hydra.runtime.output_dir, journal.parent)
     entry = {"number": hydra.job.num, "job": name, **asdict(ended), "overrides": hydra.job.override_dirname}
-    _append(journal, {**entry, "folder": str(folder)})
+    _append(journal, {**entry, "folder": str(folder), "task": list(hydra.overrides.task)})
     _write_csv(journal)
-    if _signal(journal) and _is_main(journal):
+    if _signal(journal) and _is_main():
         raise KeyboardInterrupt
     results = run_folder.read_results(folder) if ended.status == "finished" else None
     if results is None:
@@ -121,7 +127,8 @@ def _run(text: str, folder: Path, journal: Path) -> Status:
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(timeout=0.5)
         finally:
-            child.kill()
+            with suppress(ProcessLookupError):  # none is left; with DDP, one may be
+                os.killpg(child.pid, signal.SIGKILL)
         if (ended := status.read(path.with_suffix(".json"))) is not None:
             return ended
     return _died(child.returncode, told, folder, before)
@@ -177,14 +184,17 @@ def _report(folder: Path, rows: list[dict[str, Any]]) -> None:
     results = [run_folder.read_results(Path(row["folder"])) if row["status"] == "finished" else None for row in rows]
     scores = [tested(result or {}) for result in results]
     names = list(dict.fromkeys(name for score in scores for name in score))
+    shared = set.intersection(*(set(row["task"]) for row in rows)) if len(rows) > 1 else set()
     table = new_table()
-    table.add_column("job", overflow="fold")
+    for name in ("job", "overrides"):  # a long name is cut, which may leave nothing to tell jobs apart by
+        table.add_column(name, overflow="fold")
     for name in ("status", *names):
         table.add_column(name)
     table.add_column("reason", overflow="fold")
     for row, score in zip(rows, scores, strict=True):
+        own = " ".join(override for override in row["task"] if override not in shared)
         values = [f"{score[name]:.4f}" if name in score else "" for name in names]
-        table.add_row(row["job"], row["status"], *values, row["reason"])
+        table.add_row(row["job"], own, row["status"], *values, row["reason"])
     width = None if sys.stdout.isatty() else 10_000
     Console(highlight=False, markup=False, width=width).print(table)
     print(f"{len(rows)} jobs, in {folder / 'status.csv'}", flush=True)
@@ -228,5 +238,5 @@ def _append(journal: Path, entry: dict[str, Any]) -> None:
         file.write(json.dumps(entry) + "\n")
 
 
-def _is_main(journal: Path) -> bool:
-    return journal.name == f".sweep-{os.getpid()}.jsonl"
+def _is_main() -> bool:
+    return Begin.pid == os.getpid()

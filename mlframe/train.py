@@ -27,6 +27,7 @@ from mlframe.checks import flat, one_line
 from mlframe.data.tokenizer import check_tokenizer
 from mlframe.divergence import Divergence
 from mlframe.errors import ConfigError, Interrupted
+from mlframe.interruption import Interruption
 from mlframe.ledger import Ledger
 from mlframe.levels import make_levels
 from mlframe.loop import VCycleLoop
@@ -64,17 +65,17 @@ def train(config: DictConfig) -> dict[str, Any]:
         console.print(f"This run is finished; to repeat it, add resume=never or remove {folder}")
         report(console, folder, results)
         return results
-    with status.recorded(config) as record:
-        return _run(config, folder, record)
+    with status.recorded(config) as record, Interruption() as interruption:
+        return _run(config, folder, record, interruption)
 
 
-def _run(config: DictConfig, folder: Path, record: status.Record) -> dict[str, Any]:
+def _run(config: DictConfig, folder: Path, record: status.Record, interruption: Interruption) -> dict[str, Any]:
     with one_line():
         checks.check(config)
         pl.seed_everything(config.seed, workers=True, verbose=False)
         plan, data, module = build(config)
         record.trainer = trainer = build_trainer(config, plan)
-        VCycleLoop.attach(trainer, module)
+        VCycleLoop.attach(trainer, module, interruption)
         data.trainer = trainer  # as Lightning does at the start of a fit
         data.setup("fit")
         # What these refuse, they refuse here and not in the middle of a fit.
@@ -99,9 +100,10 @@ def _run(config: DictConfig, folder: Path, record: status.Record) -> dict[str, A
             open_run(config, trainer, plan, samples)
     console.print(describe(plan, samples))
     if start is not None:
-        console.print(f"Going on from {start}")
+        gone = start.is_relative_to(folder) and not (folder / "metrics.csv").exists()
+        console.print(f"Going on from {start}" + ("; metrics.csv is gone, so its rows begin here" if gone else ""))
     trainer.fit(module, datamodule=data, ckpt_path=start, weights_only=True)
-    if signum := trainer.fit_loop.interruption.signum:
+    if signum := interruption.agreed(trainer):
         raise Interrupted(signum)
     if trainer.fast_dev_run:
         console.print(f"fast_dev_run: all {len(plan.phases)} phases ran; nothing was written")

@@ -20,6 +20,15 @@ from mlframe.levels import make_levels
 from mlframe.plan import scratch
 from mlframe.schedule import Schedule
 
+SLOWEST = ["test_sweep.py", "test_cli.py", "test_processes.py", "test_pretrained.py", "test_kills.py"]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest come first, as each is one worker's: the others fill what time is left."""
+    items.sort(key=lambda item: SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST))
+
+
 torch.set_num_threads(1)  # on networks of this size threads only wait for each other
 
 TINY = {

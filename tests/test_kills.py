@@ -15,8 +15,6 @@ from same_run import differences
 
 from mlframe.checkpoint import AtomicCheckpointIO
 
-pytestmark = pytest.mark.xdist_group("kills")
-
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:

@@ -73,6 +73,8 @@ def test_signals_and_the_cluster() -> None:
     handler = getattr(getattr(trainer, "_signal_connector", None), "_slurm_sigusr_handler_fn", None)
     assert handler is not None, moved("trainer._signal_connector._slurm_sigusr_handler_fn")
     assert len(inspect.signature(handler).parameters) == 2, moved("the arguments of SLURM's handler")
+    for name in ("register_signal_handlers", "teardown"):
+        assert f"self._signal_connector.{name}()" in inspect.getsource(pl.Trainer), moved(f"_SignalConnector.{name}")
     assert hasattr(trainer._accelerator_connector, "cluster_environment"), moved("the cluster environment")
     source = inspect.getsource(loops._TrainingEpochLoop.advance)
     assert "self._broadcast_sigterm_tensor()" in source, moved("the agreement of processes on a signal")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from small_fit import QUIET, fit, loader, same, weights
 from torch import Tensor
 from two_processes import STEPS, launch
 
-pytestmark = pytest.mark.xdist_group("processes")
 TOLERANCE = 1e-6
 """Between numbers of processes: sums of gradients in another order, in float32, over 26 steps."""
 
@@ -19,7 +19,7 @@ TOLERANCE = 1e-6
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("processes")
-    launch(folder, "ddp", "fsdp2", "stale")
+    launch(folder, "ddp", "fsdp2", "stale", "signals")
     launch(folder, "fewer", world=1)
     return folder
 
@@ -39,6 +39,12 @@ def test_ddp_has_the_same_gradients_and_weights_on_all_ranks_at_every_step(folde
     assert all(synced for _, _, synced in done["steps"])
     assert len({size for _, size in done["parts"]}) == 3, "each phase trained its own network"
     assert same(done["weights"], result(folder, "ddp", 1)["weights"])
+
+
+def test_a_signal_to_one_process_stops_both_at_the_same_place(folder: Path) -> None:
+    ends = torch.load(folder / "signals.0.pt")
+    assert ends == ["SIGTERM", (9, 1, signal.SIGTERM), (26, 4, signal.SIGTERM), (26, 4, 0), "SIGTERM"]
+    assert torch.load(folder / "signals.1.pt") == ends
 
 
 def test_a_wrapper_that_is_kept_over_a_transition_is_found(folder: Path) -> None:

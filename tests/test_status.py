@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +17,7 @@ import pytest
 from test_train import config_of
 
 from mlframe import run_folder, status
+from mlframe.data.image import ImageData
 from mlframe.errors import ConfigError, Diverged
 from mlframe.status import Status
 from mlframe.train import train
@@ -94,6 +101,66 @@ def test_a_run_that_diverges_stops_early_and_leaves_no_network(image_set: Path, 
     assert not (tmp_path / "final").exists()
     assert not (tmp_path / "results.json").exists()
     assert status.exit_code(status.caused(error.value)) == 1
+
+
+def test_a_signal_while_data_is_read_is_a_stop_that_leaves_nothing(
+    image_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def setup(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(ImageData, "setup", setup)
+    ended = status.attempt(train, config_of(image_set, tmp_path / "run"))
+    assert (ended.status, status.exit_code(ended)) == ("stopped", 143)
+    assert "Stopped by SIGTERM" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_and_a_torn_status_hide_nothing(
+    image_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "status.json").write_text("")
+    assert status.of(tmp_path) is None
+    write = status.write
+
+    def full(path: Path, now: Status) -> None:
+        if now.status == "failed":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, now)
+
+    monkeypatch.setattr(status, "write", full)
+    ended = status.attempt(train, config_of(image_set, tmp_path, "model.config.num_heads=3"))
+    assert ended.reason.startswith("model.config.num_heads=3 does not divide")
+
+
+def test_a_process_whose_parent_is_gone_ends(tmp_path: Path) -> None:
+    """Rank 1, started by a process that ends at once."""
+    child = f"""
+import os, time
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from mlframe.interruption import end_with_parent
+rank_zero_only.rank = 1
+open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
+time.sleep(1)
+end_with_parent()
+time.sleep(100)"""
+    parent = f"""
+import pathlib, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {child!r}])
+while not pathlib.Path({str(tmp_path / "pid")!r}).exists(): time.sleep(0.1)
+time.sleep(3)"""
+    subprocess.run([sys.executable, "-c", parent], check=True, timeout=100)
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        if Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+            return
+        time.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+    raise AssertionError("it still runs 10 seconds later")
 
 
 def test_signals_are_a_stop_and_a_worker_s_traceback_is_not_a_reason() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,9 +16,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from small_fit import PLAN, QUIET, SaveAtValidation, fit, loader
+from small_fit import PLAN, QUIET, Indexed, SaveAtValidation, fit, loader
+from test_interruption import Send, SendInValidation
+from torch.utils.data import DataLoader
 
 from mlframe.checkpoint import AtomicCheckpointIO
+from mlframe.errors import Interrupted
 from mlframe.plan import Plan
 from mlframe.sharding import FSDP2, local, whole_state
 
@@ -125,8 +129,27 @@ def stale(folder: Path) -> None:
     run(folder, "stale", "ddp")
 
 
+def signals(folder: Path) -> None:
+    """SIGTERM to the second process alone: in the sanity check, in a step, in the last step, in a validation after."""
+    second = os.environ["RANK"] == "1"
+    ends = []
+    for send in (SendInValidation(True), Send(8), Send(25), SendInValidation(False)):
+        send.signals = (signal.SIGTERM,) if second else ()
+        try:
+            module, trainer = fit(
+                QUIET, loader(batch=2, rank=int(second), world=2), callbacks=(send,), strategy="ddp", devices=2
+            )
+            signum = trainer.fit_loop.interruption.agreed(trainer)
+            ends.append((trainer.global_step, module.phase_index, signum))
+            if not signum:
+                trainer.validate(module, DataLoader(Indexed(16), batch_size=8), verbose=False)
+        except Interrupted as error:
+            ends.append(str(error))
+    torch.save(ends, folder / f"signals.{int(second)}.pt")
+
+
 if __name__ == "__main__":
     where = Path(sys.argv[1])
     torch.set_num_threads(1)
     for case in sys.argv[2:]:
-        {"ddp": ddp, "fsdp2": fsdp2, "fewer": fewer, "stale": stale}[case](where)
+        {"ddp": ddp, "fsdp2": fsdp2, "fewer": fewer, "stale": stale, "signals": signals}[case](where)
