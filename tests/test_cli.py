@@ -111,6 +111,8 @@ def test_a_language_model_with_a_local_tokenizer_end_to_end(family: str, box: Bo
         loaded = box.run(script, str(run / place), command=[sys.executable, "-c"])
         assert loaded.stdout.strip() == f"{layers} (1, 4, 64)", loaded.stderr
 
+    if family == "bert":  # one of them is enough for what follows
+        return
     control = box.run(*settings, "control=1")
     assert control.returncode == 0, control.stderr
     table = control.stdout.split("at equal FLOPs")[1]

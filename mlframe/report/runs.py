@@ -151,7 +151,7 @@ def _config(path: Path) -> dict[str, str]:
     if not path.exists():
         return {}
     try:
-        read = yaml.load(path.read_text(), _Loader)  # a safe loader: plain values only
+        read = _Loader(path.read_text()).get_single_data()  # plain values only
     except (yaml.YAMLError, ValueError):
         read = None
     if not isinstance(read, dict):
