@@ -45,7 +45,7 @@ train-gpt: .venv/.installed  ## train a small GPT-2 on API documentation in a V-
 	.venv/bin/mlframe-train experiment=gpt_docs control=1 $(ARGS)
 
 test: .venv/.installed  ## run the tests
-	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Beside the Lightning of .venv, in folders of their own: the oldest that mlframe takes and the newest there is today.
 versions: .venv/.installed .venv/lightning-2.6.4  ## run the loop's tests on Lightning 2.6.4 and on the newest 2.x
